@@ -1,0 +1,1 @@
+"""Device code: Triton kernels and the helpers they are composed of. Imports triton alone."""
