@@ -1,0 +1,1 @@
+"""One op family per module; importing a module registers its ops."""

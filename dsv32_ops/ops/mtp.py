@@ -1,0 +1,219 @@
+"""The speculative-decoding and embedding norms: `fused_eh_norm`, `fused_embed_norm` and both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.library import wrap_triton
+
+from csrc_free_ops.mtp import eh_norm_kernel, embed_norm_kernel
+
+from .. import checks, launch, platform, reference
+from ..geometry import Grid
+from ..registration import register_traced, register_with_out
+
+EH_ARGUMENTS = """Tensor positions, Tensor inputs_embeds, Tensor previous_hidden,
+    Tensor enorm_weight, Tensor hnorm_weight, float eps"""
+EMBED_ARGUMENTS = "Tensor input_ids, Tensor embed_table, Tensor norm_weight, float eps"
+EMBED_EH_ARGUMENTS = """Tensor positions, Tensor input_ids, Tensor embed_table,
+    Tensor previous_hidden, Tensor enorm_weight, Tensor hnorm_weight, float eps"""
+
+
+def _eh_output(previous_hidden: Tensor) -> Tensor:
+    num_tokens, hidden = previous_hidden.shape
+    return previous_hidden.new_empty((num_tokens, 2 * hidden))
+
+
+def _embed_outputs(input_ids: Tensor, embed_table: Tensor) -> tuple[Tensor, Tensor]:
+    shape = (input_ids.numel(), embed_table.shape[1])
+    return embed_table.new_empty(shape), embed_table.new_empty(shape)
+
+
+def prepare_eh(
+    positions: Tensor, input_ids: Tensor | None, embeds: Tensor, previous_hidden: Tensor,
+    enorm_weight: Tensor, hnorm_weight: Tensor, eps: float, out: Tensor, *, pdl: bool,
+) -> tuple[Grid, tuple[Any, ...], dict[str, Any], int]:  # fmt: skip
+    """Launch of both eh ops; without ids the embeddings are per token."""
+    num_tokens, hidden = previous_hidden.shape
+    args = (
+        positions, input_ids,
+        embeds, embeds.stride(0), None if input_ids is None else embeds.shape[0],
+        previous_hidden, previous_hidden.stride(0), enorm_weight, hnorm_weight, eps,
+        out, out.stride(0),
+    )  # fmt: skip
+    constants = {"DIM": hidden, "PDL": pdl}
+    return Grid(num_tokens, 2), args, constants, launch.norm_warps(hidden)
+
+
+def prepare_embed(
+    input_ids: Tensor, embed_table: Tensor, norm_weight: Tensor, eps: float,
+    residual: Tensor, normed: Tensor, *, pdl: bool,
+) -> tuple[Grid, tuple[Any, ...], dict[str, Any], int]:  # fmt: skip
+    rows, hidden = embed_table.shape
+    args = (
+        input_ids, embed_table, embed_table.stride(0), rows, norm_weight, eps,
+        residual, residual.stride(0), normed, normed.stride(0),
+    )  # fmt: skip
+    constants = {"DIM": hidden, "PDL": pdl}
+    return Grid(input_ids.shape[0], 1), args, constants, launch.norm_warps(hidden)
+
+
+def _cuda_eh(*args: Any, out: Tensor | None = None) -> Tensor:
+    checks.eh_norm(*args, out=out)
+    positions, embeds, previous_hidden, *rest = args
+    out = _eh_output(previous_hidden) if out is None else out
+    device = out.device
+    grid, kernel_args, constants, num_warps = prepare_eh(
+        positions, None, embeds, previous_hidden, *rest, out, pdl=launch.use_pdl(device)
+    )
+    launch.launch(eh_norm_kernel, grid, kernel_args, constants, device, num_warps)
+    return out
+
+
+def _cuda_embed_eh(*args: Any, out: Tensor | None = None) -> Tensor:
+    checks.embed_eh_norm(*args, out=out)
+    positions, input_ids, embed_table, previous_hidden, *rest = args
+    input_ids = input_ids.reshape(-1)
+    if platform.check_device_data():
+        checks.ids_in_range(input_ids, "input_ids", embed_table.shape[0])
+    out = _eh_output(previous_hidden) if out is None else out
+    device = out.device
+    grid, kernel_args, constants, num_warps = prepare_eh(
+        positions, input_ids, embed_table, previous_hidden, *rest, out, pdl=launch.use_pdl(device)
+    )
+    launch.launch(eh_norm_kernel, grid, kernel_args, constants, device, num_warps)
+    return out
+
+
+def _cuda_embed(
+    input_ids: Tensor, embed_table: Tensor, norm_weight: Tensor, eps: float,
+    *, residual_out: Tensor | None = None, normed_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    checks.embed_norm(
+        input_ids, embed_table, norm_weight, eps, residual_out=residual_out, normed_out=normed_out
+    )
+    input_ids = input_ids.reshape(-1)
+    if platform.check_device_data():
+        checks.ids_in_range(input_ids, "input_ids", embed_table.shape[0])
+    if residual_out is None or normed_out is None:
+        residual_out, normed_out = _embed_outputs(input_ids, embed_table)
+    device = embed_table.device
+    grid, kernel_args, constants, num_warps = prepare_embed(
+        input_ids, embed_table, norm_weight, eps, residual_out, normed_out,
+        pdl=launch.use_pdl(device),
+    )  # fmt: skip
+    launch.launch(embed_norm_kernel, grid, kernel_args, constants, device, num_warps)
+    return residual_out, normed_out
+
+
+def _cpu_eh(*args: Any, out: Tensor | None = None) -> Tensor:
+    checks.eh_norm(*args, out=out)
+    result = reference.fused_eh_norm(*args)
+    return result if out is None else out.copy_(result)
+
+
+def _cpu_embed_eh(*args: Any, out: Tensor | None = None) -> Tensor:
+    checks.embed_eh_norm(*args, out=out)
+    checks.ids_in_range(args[1].reshape(-1), "input_ids", args[2].shape[0])
+    result = reference.fused_embed_eh_norm(*args)
+    return result if out is None else out.copy_(result)
+
+
+def _cpu_embed(
+    *args: Any, residual_out: Tensor | None = None, normed_out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    checks.embed_norm(*args, residual_out=residual_out, normed_out=normed_out)
+    checks.ids_in_range(args[0].reshape(-1), "input_ids", args[1].shape[0])
+    residual, normed = reference.fused_embed_norm(*args)
+    if residual_out is None or normed_out is None:
+        return residual, normed
+    return residual_out.copy_(residual), normed_out.copy_(normed)
+
+
+def _fake_eh(*args: Any, out: Tensor | None = None) -> Tensor:
+    checks.eh_norm(*args, out=out)
+    return _eh_output(args[2])
+
+
+def _fake_embed_eh(*args: Any, out: Tensor | None = None) -> Tensor:
+    checks.embed_eh_norm(*args, out=out)
+    return _eh_output(args[3])
+
+
+def _fake_embed(
+    *args: Any, residual_out: Tensor | None = None, normed_out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    checks.embed_norm(*args, residual_out=residual_out, normed_out=normed_out)
+    return _embed_outputs(args[0], args[1])
+
+
+register_with_out(
+    "fused_eh_norm", EH_ARGUMENTS, "Tensor", (), ("out",),
+    cuda=_cuda_eh, cpu=_cpu_eh, fake=_fake_eh,
+)  # fmt: skip
+register_with_out(
+    "fused_embed_norm", EMBED_ARGUMENTS, "(Tensor, Tensor)", (), ("residual_out", "normed_out"),
+    cuda=_cuda_embed, cpu=_cpu_embed, fake=_fake_embed,
+)  # fmt: skip
+register_with_out(
+    "fused_embed_eh_norm", EMBED_EH_ARGUMENTS, "Tensor", (), ("out",),
+    cuda=_cuda_embed_eh, cpu=_cpu_embed_eh, fake=_fake_embed_eh,
+)  # fmt: skip
+
+
+def _traced_eh(*args: Any) -> Tensor:
+    checks.eh_norm(*args)
+    positions, embeds, previous_hidden, *rest = args
+    out = _eh_output(previous_hidden)
+    grid, kernel_args, constants, num_warps = prepare_eh(
+        positions, None, embeds, previous_hidden, *rest, out, pdl=False
+    )
+    wrap_triton(eh_norm_kernel)[grid.launch()](*kernel_args, **constants, num_warps=num_warps)
+    return out
+
+
+def _traced_embed(
+    input_ids: Tensor, embed_table: Tensor, norm_weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    checks.embed_norm(input_ids, embed_table, norm_weight, eps)
+    residual, normed = _embed_outputs(input_ids, embed_table)
+    grid, kernel_args, constants, num_warps = prepare_embed(
+        input_ids.reshape(-1), embed_table, norm_weight, eps, residual, normed, pdl=False
+    )
+    wrap_triton(embed_norm_kernel)[grid.launch()](*kernel_args, **constants, num_warps=num_warps)
+    return residual, normed
+
+
+def _traced_embed_eh(*args: Any) -> Tensor:
+    checks.embed_eh_norm(*args)
+    positions, input_ids, embed_table, previous_hidden, *rest = args
+    out = _eh_output(previous_hidden)
+    grid, kernel_args, constants, num_warps = prepare_eh(
+        positions, input_ids.reshape(-1), embed_table, previous_hidden, *rest, out, pdl=False
+    )
+    wrap_triton(eh_norm_kernel)[grid.launch()](*kernel_args, **constants, num_warps=num_warps)
+    return out
+
+
+register_traced("fused_eh_norm", checks.eh_norm, Tensor, (), traced=_traced_eh, cpu=_cpu_eh)
+
+
+register_traced(
+    "fused_embed_norm",
+    checks.embed_norm,
+    tuple[Tensor, Tensor],
+    (),
+    traced=_traced_embed,
+    cpu=_cpu_embed,
+)
+
+
+register_traced(
+    "fused_embed_eh_norm",
+    checks.embed_eh_norm,
+    Tensor,
+    (),
+    traced=_traced_embed_eh,
+    cpu=_cpu_embed_eh,
+)

@@ -1,0 +1,99 @@
+"""How an op enters the dispatcher."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+NAMESPACE = "dsv32"
+_library = torch.library.Library(NAMESPACE, "IMPL")
+
+
+def register(
+    name: str,
+    schema: str,
+    mutates: Sequence[str],
+    *,
+    cuda: Callable[..., Any],
+    cpu: Callable[..., Any],
+    fake: Callable[..., Any],
+) -> None:
+    """Define `dsv32::name` through `torch.library.custom_op`, then take the wrappers off its path.
+
+    custom_op puts Python under the ADInplaceOrView and Autograd keys. There, a call that leaves a
+    trailing mutated default out raises IndexError on torch 2.11 and costs 160 us on 2.13, where it
+    takes 10 us without. The kernels refuse gradients themselves, and no version counter of a cache
+    is bumped: nothing differentiable may hold one.
+    """
+    qualified = f"{NAMESPACE}::{name}"
+    op = torch.library.custom_op(
+        qualified, cuda, mutates_args=mutates, schema=schema, device_types="cuda"
+    )
+    op.register_kernel("cpu")(cpu)
+    op.register_fake(fake)
+    with warnings.catch_warnings():
+        # torch warns that a kernel is overridden, which is the purpose here.
+        warnings.simplefilter("ignore", UserWarning)
+        for key in ("ADInplaceOrView", "Autograd"):
+            _library.impl(name, torch.library.fallthrough_kernel, key, allow_override=True)
+        _library.impl(name, cuda, "CUDA", allow_override=True)
+        _library.impl(name, cpu, "CPU", allow_override=True)
+
+
+def register_with_out(
+    name: str,
+    arguments: str,
+    returns: str,
+    mutates: Sequence[str],
+    outs: Sequence[str],
+    *,
+    cuda: Callable[..., Any],
+    cpu: Callable[..., Any],
+    fake: Callable[..., Any],
+) -> None:
+    """`register` the op and `<name>_out`, which leads with the tensors to write and returns nothing.
+
+    The kernels take those tensors as keywords. They lead because custom_op refuses keyword-only
+    tensors and a schema has no required argument behind defaults.
+    """
+
+    def out_form(kernel: Callable[..., Any]) -> Callable[..., None]:
+        def out_kernel(*args: Any, **keywords: Any) -> None:
+            written = dict(zip(outs, args[: len(outs)], strict=True))
+            kernel(*args[len(outs) :], **written, **keywords)
+
+        return out_kernel
+
+    register(name, f"({arguments}) -> {returns}", mutates, cuda=cuda, cpu=cpu, fake=fake)
+    # Alias letters far from those that `arguments` uses.
+    written = ", ".join(f"Tensor({chr(ord('z') - i)}!) {out}" for i, out in enumerate(outs))
+    register(
+        f"{name}_out", f"({written}, {arguments}) -> ()", (*outs, *mutates),
+        cuda=out_form(cuda), cpu=out_form(cpu), fake=out_form(fake),
+    )  # fmt: skip
+
+
+def register_traced(
+    name: str,
+    like: Callable[..., None],
+    returns: Any,
+    mutates: Sequence[str],
+    *,
+    traced: Callable[..., Any],
+    cpu: Callable[..., Any],
+) -> None:
+    """Define `dsv32::<name>_triton`, whose body the compiler traces through to the kernel.
+
+    triton_op takes its schema from a Python signature only: the positional arguments of `like`.
+    """
+    signature = inspect.signature(like, eval_str=True)
+    positional = [p for p in signature.parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    traced.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=positional, return_annotation=returns
+    )
+    op = torch.library.triton_op(f"{NAMESPACE}::{name}_triton", traced, mutates_args=mutates)
+    op.register_kernel("cpu")(cpu)
