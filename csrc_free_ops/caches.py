@@ -11,7 +11,7 @@ from .numerics import (
     e2m1_code,
     e4m3_code,
     e4m3_value,
-    finite_abs,
+    finite_amax,
     pow2_exponent,
     pow2_reciprocal,
     tile_scale,
@@ -20,9 +20,10 @@ from .rows import as_bytes, store_pairs
 
 
 @triton.jit
-def load_slot(slot_mapping_ptr, num_slots, capacity, token):
+def load_slot(slot_mapping_ptr, num_slots, capacity, token, enabled):
     """(slot, live): a row past the map, a negative slot and one past the cache are dead."""
-    slot = tl.load(slot_mapping_ptr + token, mask=token < num_slots, other=-1).to(tl.int64)
+    mask = enabled & (token < num_slots)
+    slot = tl.load(slot_mapping_ptr + token, mask=mask, other=-1).to(tl.int64)
     live = (slot >= 0) & (slot < capacity)
     return tl.where(live, slot, 0), live
 
@@ -63,7 +64,7 @@ def store_fp8_ds_mla_entry(
     TILE: tl.constexpr = kv.shape[1]
     entry = as_bytes(entry)
     tiles = tl.arange(0, TILES)
-    scale = tile_scale(tl.max(finite_abs(kv), axis=1), LIMIT)
+    scale = tile_scale(finite_amax(kv), LIMIT)
     codes = e4m3_code(kv * pow2_reciprocal(scale)[:, None], LIMIT, FNUZ, SOFT)
     tl.store(entry + tiles[:, None] * TILE + tl.arange(0, TILE)[None, :], codes, mask=live)
     scales = (entry + KV_DIM).to(tl.pointer_type(tl.float32))
@@ -81,7 +82,7 @@ def store_nvfp4_ds_mla_entry(
     BLOCKS: tl.constexpr = kv.shape[0]
     entry = as_bytes(entry)
     blocks = tl.arange(0, BLOCKS)
-    amax = tl.max(finite_abs(kv), axis=1)
+    amax = finite_amax(kv)
     scale_code = e4m3_code(tl.maximum(tl.div_rn(amax, 6.0), 0.001953125), 448.0, False, SOFT)
     inverse = tl.div_rn(1.0, e4m3_value(scale_code))
     codes = e2m1_code(kv * inverse[:, None])
@@ -108,10 +109,11 @@ def index_code_offset(in_block, dims, HEAD_DIM: tl.constexpr, SHUFFLED: tl.const
 
 @triton.jit
 def store_index_codes(
-    block, in_block, live, a, b, tail,
+    block, in_block, live, a, b, c, d,
     HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr, SHUFFLED: tl.constexpr,
 ):  # fmt: skip
+    """Codes of the four pieces of a row (see `load_pairs` and `load_tail`) at their addresses."""
     HALF: tl.constexpr = a.shape[1]
     if INTERLEAVED:
         dims = tl.arange(0, 2 * HALF)[None, :]
@@ -124,9 +126,14 @@ def store_index_codes(
         tl.store(block + index_code_offset(in_block, dims, HEAD_DIM, SHUFFLED), a, mask=mask)
         dims += ROPE_DIM // 2
         tl.store(block + index_code_offset(in_block, dims, HEAD_DIM, SHUFFLED), b, mask=mask)
-    dims = ROPE_DIM + tl.arange(0, tail.shape[1])[None, :]
+    FIRST: tl.constexpr = HEAD_DIM - ROPE_DIM - (HEAD_DIM - ROPE_DIM) // 2
+    lanes = tl.arange(0, c.shape[1])[None, :]
+    dims = ROPE_DIM + lanes
     address = block + index_code_offset(in_block, dims, HEAD_DIM, SHUFFLED)
-    tl.store(address, tail, mask=live & (dims < HEAD_DIM))
+    tl.store(address, c, mask=live & (lanes < FIRST))
+    dims += FIRST
+    address = block + index_code_offset(in_block, dims, HEAD_DIM, SHUFFLED)
+    tl.store(address, d, mask=live & (dims < HEAD_DIM))
 
 
 @triton.jit
@@ -134,8 +141,9 @@ def store_index_scale(
     block, in_block, live, scale,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, UE8M0: tl.constexpr,
 ):  # fmt: skip
-    """The token's 4 scale bytes, behind all codes of its block: fp32, or its exponent four times."""
-    address = block + BLOCK_SIZE * HEAD_DIM + in_block * 4
+    """The token's 4 scale bytes, behind the codes of its block: fp32, or four exponent bytes."""
+    # scale is [1, 1]
+    address = block + BLOCK_SIZE * HEAD_DIM + in_block * 4 + tl.arange(0, 1)[:, None]
     bits = scale.to(tl.int32, bitcast=True)
     if UE8M0:
         bits = pow2_exponent(scale).to(tl.int32) * 0x01010101

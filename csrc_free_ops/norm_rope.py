@@ -24,7 +24,6 @@ from .caches import (
 )
 from .numerics import (
     e4m3_code,
-    finite_abs,
     inverse_rms,
     pow2_reciprocal,
     rotate,
@@ -33,67 +32,66 @@ from .numerics import (
 )
 from .rows import (
     as_bytes,
+    begin,
+    finite_amax_pieces,
     load_cos_sin,
     load_pairs,
+    load_position,
+    load_row,
     load_tail,
-    release_dependents,
+    store_normed_row,
     store_pairs,
     store_tail,
-    wait_for_inputs,
+    sum_pieces,
 )
 
 
 @triton.jit
-def norm_query(
-    token, q_c_ptr, q_row_stride, weight_ptr, eps, out_ptr, out_row_stride, DIM: tl.constexpr
-):
-    BLOCK: tl.constexpr = triton.next_power_of_2(DIM)
-    dims = tl.arange(0, BLOCK)
-    mask = dims < DIM
-    x = tl.load(q_c_ptr + token * q_row_stride + dims, mask=mask, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + dims, mask=mask, other=0.0).to(tl.float32)
-    normed = x * inverse_rms(tl.sum(square(x), axis=0), eps, DIM) * weight
-    tl.store(
-        out_ptr + token * out_row_stride + dims, normed.to(out_ptr.dtype.element_ty), mask=mask
-    )
+def tile_dims(DIM: tl.constexpr, TILE: tl.constexpr):
+    """Dims of a row as [TILES, TILE]."""
+    TILES: tl.constexpr = triton.next_power_of_2(DIM) // TILE
+    return tl.arange(0, TILES)[:, None] * TILE + tl.arange(0, TILE)[None, :]
 
 
 @triton.jit
-def norm_kv(token, kv_c_ptr, kv_row_stride, weight_ptr, eps, DIM: tl.constexpr, TILE: tl.constexpr):
-    """fp32 RMSNorm(kv_c), [TILES, TILE]."""
-    BLOCK: tl.constexpr = triton.next_power_of_2(DIM)
-    dims = tl.arange(0, BLOCK // TILE)[:, None] * TILE + tl.arange(0, TILE)[None, :]
-    mask = dims < DIM
-    x = tl.load(kv_c_ptr + token * kv_row_stride + dims, mask=mask, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + dims, mask=mask, other=0.0).to(tl.float32)
+def norm_kv(x, weight_ptr, eps, DIM: tl.constexpr, TILE: tl.constexpr):
+    """fp32 RMSNorm of a row in tiles."""
+    dims = tile_dims(DIM, TILE)
+    weight = tl.load(weight_ptr + dims, mask=dims < DIM, other=0.0).to(tl.float32)
+    x = x.to(tl.float32)
     return x * inverse_rms(tl.sum(tl.sum(square(x), axis=1), axis=0), eps, DIM) * weight
 
 
 @triton.jit
 def norm_index_key(
-    row, weight_ptr, bias_ptr, eps,
+    a, b, c, d, weight_ptr, bias_ptr, eps,
     DIM: tl.constexpr, ROPE_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """fp32 LayerNorm(index_k) in three pieces: pair members a and b, and the unrotated tail."""
-    a, b = load_pairs(row, True, 1, ROPE_DIM, INTERLEAVED)
-    tail = load_tail(row, True, DIM, ROPE_DIM)
-    total = tl.sum(a, axis=1) + tl.sum(b, axis=1) + tl.sum(tail, axis=1)
-    mean = tl.div_rn(total, DIM * 1.0)[:, None]
+    """fp32 LayerNorm of a row in four pieces: the members of the pairs, the halves of the tail."""
+    a = a.to(tl.float32)
+    b = b.to(tl.float32)
+    c = c.to(tl.float32)
+    d = d.to(tl.float32)
+    mean = tl.div_rn(sum_pieces(a + b, c + d), DIM * 1.0)[:, None]
     # Lanes past the row would add mean^2 to the variance.
     pair_lanes = tl.arange(0, a.shape[1])[None, :] < ROPE_DIM // 2
-    tail_lanes = tl.arange(0, tail.shape[1])[None, :] < DIM - ROPE_DIM
+    tail_lanes = tl.arange(0, c.shape[1])[None, :]
+    SECOND: tl.constexpr = (DIM - ROPE_DIM) // 2
     a = tl.where(pair_lanes, a - mean, 0.0)
     b = tl.where(pair_lanes, b - mean, 0.0)
-    tail = tl.where(tail_lanes, tail - mean, 0.0)
-    squares = tl.sum(square(a), axis=1) + tl.sum(square(b), axis=1) + tl.sum(square(tail), axis=1)
+    c = tl.where(tail_lanes < DIM - ROPE_DIM - SECOND, c - mean, 0.0)
+    d = tl.where(tail_lanes < SECOND, d - mean, 0.0)
+    squares = sum_pieces(square(a) + square(b), square(c) + square(d))
     scale = inverse_rms(squares, eps, DIM)[:, None]
     weight_a, weight_b = load_pairs(weight_ptr, True, 1, ROPE_DIM, INTERLEAVED)
     bias_a, bias_b = load_pairs(bias_ptr, True, 1, ROPE_DIM, INTERLEAVED)
-    a = tl.fma(a * scale, weight_a, bias_a)
-    b = tl.fma(b * scale, weight_b, bias_b)
-    weight_tail = load_tail(weight_ptr, True, DIM, ROPE_DIM)
-    bias_tail = load_tail(bias_ptr, True, DIM, ROPE_DIM)
-    return a, b, tl.fma(tail * scale, weight_tail, bias_tail)
+    weight_c, weight_d = load_tail(weight_ptr, True, DIM, ROPE_DIM)
+    bias_c, bias_d = load_tail(bias_ptr, True, DIM, ROPE_DIM)
+    a = tl.fma(a * scale, weight_a.to(tl.float32), bias_a.to(tl.float32))
+    b = tl.fma(b * scale, weight_b.to(tl.float32), bias_b.to(tl.float32))
+    c = tl.fma(c * scale, weight_c.to(tl.float32), bias_c.to(tl.float32))
+    d = tl.fma(d * scale, weight_d.to(tl.float32), bias_d.to(tl.float32))
+    return a, b, c, d
 
 
 @triton.jit
@@ -134,96 +132,114 @@ def norm_rope_kernel(
     FNUZ: tl.constexpr, SOFT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A pointer that is None switches its part off at compile time."""
-    wait_for_inputs(PDL)
+    HAS_KV: tl.constexpr = (
+        (mla_cache_ptr is not None) or (kv_out_ptr is not None) or (k_pe_out_ptr is not None)
+    )
+    begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     task = tl.program_id(1)
     every_task = tl.num_programs(1) == 1
 
-    if every_task | (task == 0):
-        norm_query(
-            token, q_c_ptr, q_row_stride, q_weight_ptr, q_eps, q_out_ptr, q_out_row_stride, Q_DIM
+    do_query = every_task | (task == 0)
+    do_index = every_task | (task == 1)
+    do_kv = every_task | (task == 2)
+
+    # All loads of a token are in flight before the first of them is used; those that others
+    # depend on come first.
+    position = load_position(positions_ptr, token, do_index | do_kv)
+    if mla_cache_ptr is not None:
+        slot, live = load_slot(slot_mapping_ptr, num_slots, mla_capacity, token, do_kv)
+    if index_cache_ptr is not None:
+        index_slot, index_live = load_slot(
+            index_slot_mapping_ptr, num_index_slots, index_capacity, token, do_index
         )
-
+    q_head, q_tail = load_row(q_c_ptr + token * q_row_stride, do_query, Q_DIM)
+    if HAS_KV:
+        kv_dims = tile_dims(KV_DIM, MLA_TILE)
+        kv_mask = do_kv & (kv_dims < KV_DIM)
+        kv_c = tl.load(kv_c_ptr + token * kv_row_stride + kv_dims, mask=kv_mask, other=0.0)
+        pe_a, pe_b = load_pairs(k_pe_ptr + token * k_pe_row_stride, do_kv, 1, ROPE_DIM, True)
     if index_k_ptr is not None:
-        if every_task | (task == 1):
-            cos, sin = load_cos_sin(
-                positions_ptr, token, index_table_ptr, index_table_row_stride, index_table_rows,
-                INDEX_ROPE_DIM,
-            )  # fmt: skip
-            row = index_k_ptr + token * index_k_row_stride
-            a, b, tail = norm_index_key(
-                row, index_weight_ptr, index_bias_ptr, index_eps,
-                INDEX_DIM, INDEX_ROPE_DIM, INDEX_INTERLEAVED,
-            )  # fmt: skip
-            a, b = rotate(a, b, cos, sin)
-            if index_k_out_ptr is not None:
-                dtype = index_k_out_ptr.dtype.element_ty
-                out = index_k_out_ptr + token * index_k_out_row_stride
-                store_pairs(
-                    out, True, a.to(dtype), b.to(dtype), 1, INDEX_ROPE_DIM, INDEX_INTERLEAVED
-                )
-                store_tail(out, True, tail.to(dtype), INDEX_DIM, INDEX_ROPE_DIM)
-            if index_cache_ptr is not None:
-                slot, live = load_slot(
-                    index_slot_mapping_ptr, num_index_slots, index_capacity, token
-                )
-                amax = tl.maximum(tl.max(finite_abs(a)), tl.max(finite_abs(b)))
-                amax = tl.maximum(amax, tl.max(finite_abs(tail)))
-                scale = row_scale(amax, INDEX_LIMIT)
-                inverse = pow2_reciprocal(scale)
-                block = as_bytes(index_cache_ptr) + slot // INDEX_BLOCK_SIZE * index_block_stride
-                in_block = slot % INDEX_BLOCK_SIZE
-                store_index_codes(
-                    block, in_block, live,
-                    e4m3_code(a * inverse, INDEX_LIMIT, FNUZ, SOFT),
-                    e4m3_code(b * inverse, INDEX_LIMIT, FNUZ, SOFT),
-                    e4m3_code(tail * inverse, INDEX_LIMIT, FNUZ, SOFT),
-                    INDEX_DIM, INDEX_ROPE_DIM, INDEX_INTERLEAVED, INDEX_SHUFFLED,
-                )  # fmt: skip
-                store_index_scale(
-                    block, in_block, live, scale, INDEX_BLOCK_SIZE, INDEX_DIM, INDEX_UE8M0
-                )
-
-    if (mla_cache_ptr is not None) or (kv_out_ptr is not None) or (k_pe_out_ptr is not None):
-        if every_task | (task == 2):
-            cos, sin = load_cos_sin(
-                positions_ptr, token, table_ptr, table_row_stride, table_rows, ROPE_DIM
-            )
-            a, b = load_pairs(k_pe_ptr + token * k_pe_row_stride, True, 1, ROPE_DIM, True)
-            a, b = rotate(a, b, cos, sin)
-            kv = norm_kv(token, kv_c_ptr, kv_row_stride, kv_weight_ptr, kv_eps, KV_DIM, MLA_TILE)
-            if mla_cache_ptr is not None:
-                slot, live = load_slot(slot_mapping_ptr, num_slots, mla_capacity, token)
-                entry = mla_cache_ptr + slot // MLA_BLOCK_SIZE * mla_block_stride
-                entry += slot % MLA_BLOCK_SIZE * mla_entry_stride
-                if MLA_MODE == "float":
-                    store_float_entry(entry, live, kv, a, b, KV_DIM, ROPE_DIM)
-                elif MLA_MODE == "fp8":
-                    scale = 1.0
-                    if mla_scale_ptr is not None:
-                        scale = tl.load(mla_scale_ptr)
-                    store_fp8_entry(
-                        entry, live, kv, a, b, scale, KV_DIM, ROPE_DIM, MLA_LIMIT, FNUZ, SOFT
-                    )
-                elif MLA_MODE == "fp8_ds_mla":
-                    store_fp8_ds_mla_entry(
-                        entry, live, kv, a, b, KV_DIM, ROPE_DIM, MLA_LIMIT, FNUZ, SOFT
-                    )
-                else:
-                    tl.static_assert(MLA_MODE == "nvfp4_ds_mla")
-                    store_nvfp4_ds_mla_entry(entry, live, kv, a, b, KV_DIM, ROPE_DIM, SOFT)
-            if kv_out_ptr is not None:
-                dims = (
-                    tl.arange(0, kv.shape[0])[:, None] * MLA_TILE + tl.arange(0, MLA_TILE)[None, :]
-                )
-                out = kv_out_ptr + token * kv_out_row_stride + dims
-                tl.store(out, kv.to(kv_out_ptr.dtype.element_ty), mask=dims < KV_DIM)
-            if k_pe_out_ptr is not None:
-                dtype = k_pe_out_ptr.dtype.element_ty
-                out = k_pe_out_ptr + token * k_pe_out_row_stride
-                store_pairs(out, True, a.to(dtype), b.to(dtype), 1, ROPE_DIM, True)
+        index_row = index_k_ptr + token * index_k_row_stride
+        key_a, key_b = load_pairs(index_row, do_index, 1, INDEX_ROPE_DIM, INDEX_INTERLEAVED)
+        key_c, key_d = load_tail(index_row, do_index, INDEX_DIM, INDEX_ROPE_DIM)
+        index_cos, index_sin = load_cos_sin(
+            position, do_index, index_table_ptr, index_table_row_stride, index_table_rows,
+            INDEX_ROPE_DIM,
+        )  # fmt: skip
+    if HAS_KV:
+        cos, sin = load_cos_sin(
+            position, do_kv, table_ptr, table_row_stride, table_rows, ROPE_DIM
+        )
 
     if topk_ptr is not None:
         if every_task | (task == 3):
             fill_topk_row(token, topk_ptr, topk_row_stride, TOPK)
-    release_dependents(PDL)
+
+    if HAS_KV:
+        if do_kv:
+            k_a, k_b = rotate(pe_a, pe_b, cos, sin)
+            kv = norm_kv(kv_c, kv_weight_ptr, kv_eps, KV_DIM, MLA_TILE)
+            if mla_cache_ptr is not None:
+                entry = mla_cache_ptr + slot // MLA_BLOCK_SIZE * mla_block_stride
+                entry += slot % MLA_BLOCK_SIZE * mla_entry_stride
+                if MLA_MODE == "float":
+                    store_float_entry(entry, live, kv, k_a, k_b, KV_DIM, ROPE_DIM)
+                elif MLA_MODE == "fp8":
+                    scale = tl.full((), 1.0, tl.float32)
+                    if mla_scale_ptr is not None:
+                        scale = tl.load(mla_scale_ptr)
+                    store_fp8_entry(
+                        entry, live, kv, k_a, k_b, scale, KV_DIM, ROPE_DIM, MLA_LIMIT, FNUZ, SOFT
+                    )
+                elif MLA_MODE == "fp8_ds_mla":
+                    store_fp8_ds_mla_entry(
+                        entry, live, kv, k_a, k_b, KV_DIM, ROPE_DIM, MLA_LIMIT, FNUZ, SOFT
+                    )
+                else:
+                    tl.static_assert(MLA_MODE == "nvfp4_ds_mla")
+                    store_nvfp4_ds_mla_entry(entry, live, kv, k_a, k_b, KV_DIM, ROPE_DIM, SOFT)
+            if kv_out_ptr is not None:
+                out = kv_out_ptr + token * kv_out_row_stride + kv_dims
+                tl.store(out, kv.to(kv_out_ptr.dtype.element_ty), mask=kv_dims < KV_DIM)
+            if k_pe_out_ptr is not None:
+                dtype = k_pe_out_ptr.dtype.element_ty
+                out = k_pe_out_ptr + token * k_pe_out_row_stride
+                store_pairs(out, True, k_a.to(dtype), k_b.to(dtype), 1, ROPE_DIM, True)
+
+    if index_k_ptr is not None:
+        if do_index:
+            i_a, i_b, i_c, i_d = norm_index_key(
+                key_a, key_b, key_c, key_d, index_weight_ptr, index_bias_ptr, index_eps,
+                INDEX_DIM, INDEX_ROPE_DIM, INDEX_INTERLEAVED,
+            )  # fmt: skip
+            i_a, i_b = rotate(i_a, i_b, index_cos, index_sin)
+            if index_k_out_ptr is not None:
+                dtype = index_k_out_ptr.dtype.element_ty
+                out = index_k_out_ptr + token * index_k_out_row_stride
+                store_pairs(
+                    out, True, i_a.to(dtype), i_b.to(dtype), 1, INDEX_ROPE_DIM, INDEX_INTERLEAVED
+                )
+                store_tail(out, True, i_c.to(dtype), i_d.to(dtype), INDEX_DIM, INDEX_ROPE_DIM)
+            if index_cache_ptr is not None:
+                scale = row_scale(finite_amax_pieces(i_a, i_b, i_c, i_d), INDEX_LIMIT)[:, None]
+                inverse = pow2_reciprocal(scale)
+                block = as_bytes(index_cache_ptr)
+                block += index_slot // INDEX_BLOCK_SIZE * index_block_stride
+                in_block = index_slot % INDEX_BLOCK_SIZE
+                store_index_codes(
+                    block, in_block, index_live,
+                    e4m3_code(i_a * inverse, INDEX_LIMIT, FNUZ, SOFT),
+                    e4m3_code(i_b * inverse, INDEX_LIMIT, FNUZ, SOFT),
+                    e4m3_code(i_c * inverse, INDEX_LIMIT, FNUZ, SOFT),
+                    e4m3_code(i_d * inverse, INDEX_LIMIT, FNUZ, SOFT),
+                    INDEX_DIM, INDEX_ROPE_DIM, INDEX_INTERLEAVED, INDEX_SHUFFLED,
+                )  # fmt: skip
+                store_index_scale(
+                    block, in_block, index_live, scale, INDEX_BLOCK_SIZE, INDEX_DIM, INDEX_UE8M0
+                )
+
+    if do_query:
+        store_normed_row(
+            q_out_ptr + token * q_out_row_stride, q_head, q_tail, q_weight_ptr, q_eps, Q_DIM
+        )

@@ -11,22 +11,31 @@ elsewhere in the field, is bound by block launches: 5 % of bandwidth on an H200.
 import triton
 import triton.language as tl
 
-from .numerics import e4m3_code, finite_abs, pow2_reciprocal, rotate, row_scale
+from .numerics import (
+    divide,
+    e4m3_code,
+    pow2_reciprocal,
+    rotate,
+    row_scale,
+    split_reciprocal,
+)
 from .rows import (
     as_bytes,
+    begin,
+    finite_amax_pieces,
+    grouped_program,
     load_cos_sin,
     load_pairs,
+    load_position,
     load_tail,
-    release_dependents,
     store_pairs,
     store_tail,
-    wait_for_inputs,
 )
 
 
 @triton.jit
 def pack_query(
-    token, tile, cos, sin,
+    token, tile, position, table_ptr, table_row_stride, table_rows,
     q_pe_ptr, q_pe_row_stride, q_pe_head_stride,
     nope_ptr, nope_row_stride, nope_head_stride, scale_ptr, out_ptr,
     HEADS: tl.constexpr, NOPE_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, QUANTIZE: tl.constexpr,
@@ -42,15 +51,22 @@ def pack_query(
         nope = nope_ptr + token * nope_row_stride + heads * nope_head_stride
         x = tl.load(nope + dims, mask=mask & (dims < NOPE_DIM), other=0.0).to(tl.float32)
         scale = tl.load(scale_ptr)
+        cos, sin = load_cos_sin(position, True, table_ptr, table_row_stride, table_rows, ROPE_DIM)
         a, b = rotate(a, b, cos, sin)
         out = as_bytes(out_ptr) + (token * HEADS + heads) * (NOPE_DIM + ROPE_DIM)
-        codes = e4m3_code(tl.div_rn(x, scale), LIMIT, FNUZ, SOFT)
+        if nope_ptr.dtype.element_ty.primitive_bitwidth == 16:
+            power, high, low = split_reciprocal(scale)
+            x = divide(x, power, high, low)
+        else:
+            x = tl.div_rn(x, scale)
+        codes = e4m3_code(x, LIMIT, FNUZ, SOFT)
         tl.store(out + dims, codes, mask=mask & (dims < NOPE_DIM))
         a = e4m3_code(tl.div_rn(a, scale), LIMIT, FNUZ, SOFT)
         b = e4m3_code(tl.div_rn(b, scale), LIMIT, FNUZ, SOFT)
         store_pairs(out + NOPE_DIM, mask, a, b, TILE, ROPE_DIM, True)
     else:
         dtype = out_ptr.dtype.element_ty
+        cos, sin = load_cos_sin(position, True, table_ptr, table_row_stride, table_rows, ROPE_DIM)
         a, b = rotate(a, b, cos, sin)
         out = out_ptr + (token * HEADS + heads) * ROPE_DIM
         store_pairs(out, mask, a.to(dtype), b.to(dtype), TILE, ROPE_DIM, True)
@@ -58,7 +74,7 @@ def pack_query(
 
 @triton.jit
 def quantize_index_query(
-    token, tile, cos, sin,
+    token, tile, position, table_ptr, table_row_stride, table_rows,
     index_q_ptr, index_q_row_stride, index_q_head_stride,
     weights_ptr, weights_row_stride, softmax_scale, head_scale, out_ptr, weights_out_ptr,
     HEADS: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -69,19 +85,23 @@ def quantize_index_query(
     mask = rows < HEADS
     index_q = index_q_ptr + token * index_q_row_stride + rows * index_q_head_stride
     a, b = load_pairs(index_q, mask, TILE, ROPE_DIM, INTERLEAVED)
-    tail = load_tail(index_q, mask, DIM, ROPE_DIM)
+    c, d = load_tail(index_q, mask, DIM, ROPE_DIM)
+    c = c.to(tl.float32)
+    d = d.to(tl.float32)
     weights = tl.load(
         weights_ptr + token * weights_row_stride + heads, mask=heads < HEADS, other=0.0
     ).to(tl.float32)
+    cos, sin = load_cos_sin(position, True, table_ptr, table_row_stride, table_rows, ROPE_DIM)
     a, b = rotate(a, b, cos, sin)
-    amax = tl.maximum(tl.max(finite_abs(a), axis=1), tl.max(finite_abs(b), axis=1))
-    scale = row_scale(tl.maximum(amax, tl.max(finite_abs(tail), axis=1)), LIMIT)
+    scale = row_scale(finite_amax_pieces(a, b, c, d), LIMIT)
     inverse = pow2_reciprocal(scale)[:, None]
     out = as_bytes(out_ptr) + (token * HEADS + rows) * DIM
     a = e4m3_code(a * inverse, LIMIT, FNUZ, SOFT)
     b = e4m3_code(b * inverse, LIMIT, FNUZ, SOFT)
     store_pairs(out, mask, a, b, TILE, ROPE_DIM, INTERLEAVED)
-    store_tail(out, mask, e4m3_code(tail * inverse, LIMIT, FNUZ, SOFT), DIM, ROPE_DIM)
+    c = e4m3_code(c * inverse, LIMIT, FNUZ, SOFT)
+    d = e4m3_code(d * inverse, LIMIT, FNUZ, SOFT)
+    store_tail(out, mask, c, d, DIM, ROPE_DIM)
     folded = weights * scale * softmax_scale.to(tl.float32) * head_scale.to(tl.float32)
     tl.store(weights_out_ptr + token * HEADS + heads, folded, mask=heads < HEADS)
 
@@ -104,38 +124,32 @@ def query_kernel(
     INDEX_HEADS: tl.constexpr, INDEX_DIM: tl.constexpr, INDEX_ROPE_DIM: tl.constexpr,
     INDEX_INTERLEAVED: tl.constexpr,
     Q_PE_STEP: tl.constexpr, NOPE_STEP: tl.constexpr, INDEX_Q_STEP: tl.constexpr,
-    TILE: tl.constexpr, INDEX_TILE: tl.constexpr,
+    GROUP: tl.constexpr, TILE: tl.constexpr, INDEX_TILE: tl.constexpr,
     MQA_LIMIT: tl.constexpr, INDEX_LIMIT: tl.constexpr,
     FNUZ: tl.constexpr, SOFT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Head strides depend on the token count (ql_nope's is N * 512), so they are not specialized:
     they come as counts of a compile-time step, which still proves 16-byte alignment."""
-    wait_for_inputs(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    task = tl.program_id(1)
+    begin(PDL)
     MQA_TILES: tl.constexpr = triton.cdiv(HEADS, TILE)
+    TASKS: tl.constexpr = MQA_TILES + triton.cdiv(INDEX_HEADS, INDEX_TILE)
+    token, task = grouped_program(GROUP, TASKS)
+    position = load_position(positions_ptr, token, True)
     if task < MQA_TILES:
-        cos, sin = load_cos_sin(
-            positions_ptr, token, table_ptr, table_row_stride, table_rows, ROPE_DIM
-        )
         pack_query(
-            token, task, cos, sin,
+            token, task, position, table_ptr, table_row_stride, table_rows,
             q_pe_ptr, q_pe_row_stride, q_pe_head_step.to(tl.int64) * Q_PE_STEP,
             nope_ptr, nope_row_stride, nope_head_step.to(tl.int64) * NOPE_STEP, scale_ptr, mqa_ptr,
             HEADS, NOPE_DIM, ROPE_DIM, QUANTIZE, TILE, MQA_LIMIT, FNUZ, SOFT,
         )  # fmt: skip
     else:
         if index_q_ptr is not None:
-            cos, sin = load_cos_sin(
-                positions_ptr, token, index_table_ptr, index_table_row_stride, index_table_rows,
-                INDEX_ROPE_DIM,
-            )  # fmt: skip
             quantize_index_query(
-                token, task - MQA_TILES, cos, sin,
+                token, task - MQA_TILES,
+                position, index_table_ptr, index_table_row_stride, index_table_rows,
                 index_q_ptr, index_q_row_stride, index_q_head_step.to(tl.int64) * INDEX_Q_STEP,
                 weights_ptr, weights_row_stride, softmax_scale, head_scale,
                 index_out_ptr, weights_out_ptr,
                 INDEX_HEADS, INDEX_DIM, INDEX_ROPE_DIM, INDEX_INTERLEAVED,
                 INDEX_TILE, INDEX_LIMIT, FNUZ, SOFT,
             )  # fmt: skip
-    release_dependents(PDL)

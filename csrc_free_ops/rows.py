@@ -1,12 +1,14 @@
-"""Loads and stores shared by every kernel: RoPE pairs, cos/sin rows, launch-dependency marks.
+"""Loads and stores shared by every kernel: rows, RoPE pairs, cos/sin, launch-dependency marks.
 
-Row pointers come as [ROWS, 1] tensors with a [ROWS, 1] mask, so that one helper serves a single
-token and a tile of heads. Global accesses stay contiguous in both RoPE styles: interleaved pairs
-are split and joined in registers, half-split ones are two contiguous pieces.
+For pairs, row pointers come as [ROWS, 1] tensors with a [ROWS, 1] mask, so that one helper serves a
+single token and a tile of heads. Global accesses stay contiguous in both RoPE styles: interleaved
+pairs are split and joined in registers, half-split ones are two contiguous pieces.
 """
 
 import triton
 import triton.language as tl
+
+from .numerics import finite_amax, inverse_rms, square
 
 
 @triton.jit
@@ -16,10 +18,43 @@ def as_bytes(ptr):
 
 
 @triton.jit
+def load_row(ptr, enabled, DIM: tl.constexpr):
+    """A row in two pieces, so that 1536 takes 1024 + 512 registers' worth of lanes, not 2048."""
+    HEAD: tl.constexpr = triton.next_power_of_2(DIM) // 2 if DIM > 1 else 1
+    TAIL: tl.constexpr = triton.next_power_of_2(DIM - HEAD if DIM > HEAD else 1)
+    head_dims = tl.arange(0, HEAD)
+    tail_dims = HEAD + tl.arange(0, TAIL)
+    head = tl.load(ptr + head_dims, mask=enabled & (head_dims < DIM), other=0.0)
+    tail = tl.load(ptr + tail_dims, mask=enabled & (tail_dims < DIM), other=0.0)
+    return head, tail
+
+
+@triton.jit
+def store_row(ptr, head, tail, DIM: tl.constexpr):
+    head_dims = tl.arange(0, head.shape[0])
+    tail_dims = head.shape[0] + tl.arange(0, tail.shape[0])
+    dtype = ptr.dtype.element_ty
+    tl.store(ptr + head_dims, head.to(dtype), mask=head_dims < DIM)
+    tl.store(ptr + tail_dims, tail.to(dtype), mask=tail_dims < DIM)
+
+
+@triton.jit
+def store_normed_row(out_ptr, head, tail, weight_ptr, eps, DIM: tl.constexpr):
+    """RMSNorm of a row that `load_row` read."""
+    head = head.to(tl.float32)
+    tail = tail.to(tl.float32)
+    squares = tl.sum(square(head), axis=0) + tl.sum(square(tail), axis=0)
+    scale = inverse_rms(squares, eps, DIM)
+    weight_head, weight_tail = load_row(weight_ptr, True, DIM)
+    head = head * scale * weight_head.to(tl.float32)
+    store_row(out_ptr, head, tail * scale * weight_tail.to(tl.float32), DIM)
+
+
+@triton.jit
 def load_pairs(
     rows, row_mask, ROWS: tl.constexpr, ROPE_DIM: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
-    """fp32 members (a, b) of the ROPE_DIM / 2 pairs of each row, [ROWS, HALF]."""
+    """Members (a, b) of the ROPE_DIM / 2 pairs of each row, [ROWS, HALF], as they are stored."""
     HALF: tl.constexpr = triton.next_power_of_2(ROPE_DIM // 2)
     if INTERLEAVED:
         dims = tl.arange(0, 2 * HALF)[None, :]
@@ -30,7 +65,7 @@ def load_pairs(
         mask = row_mask & (dims < ROPE_DIM // 2)
         a = tl.load(rows + dims, mask=mask, other=0.0)
         b = tl.load(rows + ROPE_DIM // 2 + dims, mask=mask, other=0.0)
-    return a.to(tl.float32), b.to(tl.float32)
+    return a, b
 
 
 @triton.jit
@@ -52,44 +87,100 @@ def store_pairs(
 
 @triton.jit
 def load_tail(rows, row_mask, DIM: tl.constexpr, ROPE_DIM: tl.constexpr):
-    """fp32 dims ROPE_DIM..DIM-1 of each row, which rotation leaves alone; one masked lane if none."""
-    TAIL: tl.constexpr = triton.next_power_of_2(DIM - ROPE_DIM if DIM > ROPE_DIM else 1)
-    dims = tl.arange(0, TAIL)[None, :]
-    mask = row_mask & (dims < DIM - ROPE_DIM)
-    return tl.load(rows + ROPE_DIM + dims, mask=mask, other=0.0).to(tl.float32)
+    """Dims ROPE_DIM..DIM-1 of each row, which rotation leaves alone, in two halves.
+
+    At the models' sizes (128, of which 64 rotate) all four pieces of a row then have one shape, one
+    register layout and one reduction.
+    """
+    SECOND: tl.constexpr = (DIM - ROPE_DIM) // 2
+    FIRST: tl.constexpr = DIM - ROPE_DIM - SECOND
+    dims = tl.arange(0, triton.next_power_of_2(FIRST if FIRST > 0 else 1))[None, :]
+    tail = rows + ROPE_DIM + dims
+    c = tl.load(tail, mask=row_mask & (dims < FIRST), other=0.0)
+    d = tl.load(tail + FIRST, mask=row_mask & (dims < SECOND), other=0.0)
+    return c, d
 
 
 @triton.jit
-def store_tail(rows, row_mask, tail, DIM: tl.constexpr, ROPE_DIM: tl.constexpr):
-    dims = tl.arange(0, tail.shape[1])[None, :]
-    tl.store(rows + ROPE_DIM + dims, tail, mask=row_mask & (dims < DIM - ROPE_DIM))
+def store_tail(rows, row_mask, c, d, DIM: tl.constexpr, ROPE_DIM: tl.constexpr):
+    """Write back what `load_tail` read."""
+    SECOND: tl.constexpr = (DIM - ROPE_DIM) // 2
+    FIRST: tl.constexpr = DIM - ROPE_DIM - SECOND
+    dims = tl.arange(0, c.shape[1])[None, :]
+    tail = rows + ROPE_DIM + dims
+    tl.store(tail, c, mask=row_mask & (dims < FIRST))
+    tl.store(tail + FIRST, d, mask=row_mask & (dims < SECOND))
+
+
+@triton.jit
+def sum_pieces(ab, cd):
+    """Row sums [ROWS] over both tensors, in one reduction where their shapes agree.
+
+    A reduction within a warp is five dependent shuffles.
+    """
+    if ab.shape[1] == cd.shape[1]:
+        total = tl.sum(ab + cd, axis=1)
+    else:
+        total = tl.sum(ab, axis=1) + tl.sum(cd, axis=1)
+    return total
+
+
+@triton.jit
+def finite_amax_pieces(a, b, c, d):
+    """Row amax [ROWS] over four pieces; see `finite_amax`."""
+    ab = tl.maximum(tl.abs(a), tl.abs(b))
+    cd = tl.maximum(tl.abs(c), tl.abs(d))
+    if ab.shape[1] == cd.shape[1]:
+        amax = finite_amax(tl.maximum(ab, cd))
+    else:
+        amax = tl.maximum(finite_amax(ab), finite_amax(cd))
+    return amax
+
+
+@triton.jit
+def grouped_program(GROUP: tl.constexpr, TASKS: tl.constexpr):
+    """(token, task) of this program of a grid (tokens, TASKS), 64-bit token.
+
+    Blocks start in the order of x, then y. Taken as they come, the first task of all tokens would
+    run before the second: the rows of a token, adjacent in memory, would be written far apart in
+    time. Renumbered, GROUP tokens do all their tasks before the next ones start.
+    """
+    num_tokens = tl.num_programs(0)
+    program = tl.program_id(1).to(tl.int64) * num_tokens + tl.program_id(0)
+    first = program // (GROUP * TASKS) * GROUP
+    member = (program % (GROUP * TASKS)).to(tl.int32)
+    size = tl.minimum(num_tokens - first, GROUP).to(tl.int32)
+    return first + member % size, member // size
+
+
+@triton.jit
+def load_position(positions_ptr, token, enabled):
+    """A warp issues in order and stalls at the first use of a load: read this one first."""
+    return tl.load(positions_ptr + token, mask=enabled, other=0).to(tl.int64)
 
 
 @triton.jit
 def load_cos_sin(
-    positions_ptr, token, table_ptr, table_row_stride, table_rows, ROPE_DIM: tl.constexpr
+    position, enabled, table_ptr, table_row_stride, table_rows, ROPE_DIM: tl.constexpr
 ):
-    """fp32 (cos, sin) of a token, [1, HALF]; a position outside the table is clamped into it."""
+    """(cos, sin) of a position, [1, HALF]; one outside the table is clamped into it."""
     HALF: tl.constexpr = triton.next_power_of_2(ROPE_DIM // 2)
-    position = tl.load(positions_ptr + token).to(tl.int64)
     position = tl.minimum(tl.maximum(position, 0), table_rows - 1)
     dims = tl.arange(0, HALF)[None, :]
-    mask = dims < ROPE_DIM // 2
+    mask = enabled & (dims < ROPE_DIM // 2)
     row = table_ptr + position * table_row_stride
     cos = tl.load(row + dims, mask=mask, other=0.0)
     sin = tl.load(row + ROPE_DIM // 2 + dims, mask=mask, other=0.0)
-    return cos.to(tl.float32), sin.to(tl.float32)
+    return cos, sin
 
 
 @triton.jit
-def wait_for_inputs(PDL: tl.constexpr):
-    """Programmatic dependent launch: start early, wait before the first load."""
+def begin(PDL: tl.constexpr):
+    """Programmatic dependent launch: wait for the kernels before, then let the next one start.
+
+    The next may start this early since it waits itself, for this kernel's end: only its launch
+    overlaps. Nothing, weights included, may be loaded before the wait.
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def release_dependents(PDL: tl.constexpr):
-    """Let the next kernel start; safe since one launched with the attribute waits itself."""
-    if PDL:
         tl.extra.cuda.gdc_launch_dependents()

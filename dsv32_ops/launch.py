@@ -20,9 +20,10 @@ NORM_ROPE_SPLIT_TOKENS = 1024
 NORM_ROPE_TASKS = 4
 NORM_ROPE_WARPS = 1
 QUERY_WARPS = 4
-QUERY_HEAD_TILE = 16
-QUERY_ROPE_ONLY_HEAD_TILE = 64
+QUERY_HEAD_TILE = 8
+QUERY_ROPE_ONLY_HEAD_TILE = 16
 QUERY_INDEX_TILE = 32
+QUERY_GROUP = 64
 
 
 def norm_rope_grid(num_tokens: int) -> Grid:
@@ -35,6 +36,7 @@ def query_tiles(heads: int, nope_dim: int, index_heads: int) -> dict[str, int]:
     """Heads per program: enough bytes that every thread moves 16 at a time."""
     tile = QUERY_HEAD_TILE if nope_dim else QUERY_ROPE_ONLY_HEAD_TILE
     return {
+        "GROUP": QUERY_GROUP,
         "TILE": min(tile, _next_power_of_2(heads)),
         "INDEX_TILE": min(QUERY_INDEX_TILE, _next_power_of_2(max(index_heads, 1))),
     }

@@ -31,10 +31,15 @@ def capability(device_index: int) -> tuple[int, int]:
 
 
 def soft_fp8(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether e4m3 is coded in integer arithmetic; DSV32_OPS_SOFT_FP8=1 chooses it anywhere."""
+    """Whether e4m3 is coded in integer arithmetic; DSV32_OPS_SOFT_FP8=1 chooses it anywhere.
+
+    Only NVIDIA's conversion (sm_89 and later) saturates by definition.
+    """
     if dtype is torch.float8_e4m3fnuz or os.environ.get("DSV32_OPS_SOFT_FP8") == "1":
         return True
-    return device.type == "cuda" and backend(device) == "cuda" and capability(device.index) < (8, 9)
+    if device.type != "cuda":
+        return False
+    return backend(device) == "hip" or capability(device.index) < (8, 9)
 
 
 def check_device_data() -> bool:

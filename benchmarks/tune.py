@@ -1,0 +1,210 @@
+"""Measure launch configurations on this GPU: the numbers behind the table in dsv32_ops/launch.py.
+
+    python benchmarks/tune.py --out benchmarks/results [--ops fused_q ...] [--tokens 1 64 ...]
+
+Every variant launches the op's own kernel with the op's own arguments and other compile-time
+constants; workers compile them in parallel first, so that the measurement finds a warm cache. A
+variant that is best at one size may be several times slower at another, so each row shows the whole
+range of token counts. Nothing is tuned at call time: copy what wins into launch.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from csrc_free_ops.mtp import eh_norm_kernel, embed_norm_kernel
+from csrc_free_ops.norm_rope import norm_rope_kernel
+from csrc_free_ops.query import query_kernel
+from dsv32_ops import launch, models, testing
+from dsv32_ops.bench import timing
+from dsv32_ops.bench.stream import CONFIGS, StreamBuffers
+from dsv32_ops.bench.traffic import traffic
+from dsv32_ops.geometry import Grid
+from dsv32_ops.ops import mtp, norm_rope, query
+
+TOKENS = (1, 64, 512, 1024, 2048, 4096, 16384, 65536)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One configuration of one op on one set of inputs."""
+
+    op: str
+    inputs: str
+    num_warps: int
+    pdl: bool = True
+    tasks: int = 0
+    constants: tuple[tuple[str, int], ...] = field(default=())
+
+    @property
+    def label(self) -> str:
+        parts = [f"warps {self.num_warps}"]
+        parts += [f"tasks {self.tasks}"] if self.tasks else []
+        parts += [f"{name} {value}" for name, value in self.constants]
+        return ", ".join(parts if self.pdl else [*parts, "no PDL"])
+
+
+def variants(op: str) -> Iterator[Variant]:
+    if op == "fused_norm_rope":
+        for inputs in ("auto", "fp8_ds_mla", "auto no fill"):
+            for warps, tasks in itertools.product((1, 2), (1, 4)):
+                yield Variant(op, inputs, warps, tasks=tasks)
+        yield Variant(op, "auto", 1, pdl=False, tasks=4)
+        yield Variant(op, "auto", 1, pdl=False, tasks=1)
+    elif op == "fused_q":
+        for heads in (16, 128):
+            for warps, tile, index_tile in itertools.product((1, 2, 4), (2, 4, 8), (16, 32)):
+                constants = (("TILE", tile), ("INDEX_TILE", index_tile))
+                yield Variant(op, f"H={heads} fp8", warps, constants=constants)
+        for warps, tile, index_tile in itertools.product((1, 2, 4), (16,), (8, 16, 32, 64)):
+            constants = (("TILE", tile), ("INDEX_TILE", index_tile))
+            yield Variant(op, "H=16 bf16", warps, constants=constants)
+        yield Variant(
+            op, "H=16 fp8", 4, pdl=False, constants=(("TILE", 16), ("INDEX_TILE", 32))
+        )
+    else:
+        for warps in (2, 4, 8, 16):
+            yield Variant(op, "7168", warps)
+
+
+def inputs_of(variant: Variant, num_tokens: int, device: str, seed: int) -> dict[str, Any]:
+    config = models.PRESETS["deepseek-v3.2"]
+    common = {"device": device, "seed": seed}
+    if variant.op == "fused_norm_rope":
+        mode = variant.inputs.split()[0]
+        inputs = testing.norm_rope_inputs(config, num_tokens, mode=mode, **common)
+        return {**inputs, "fill_topk": "no fill" not in variant.inputs}
+    if variant.op == "fused_q":
+        heads, kind = variant.inputs.removeprefix("H=").split()
+        return testing.q_inputs(
+            config, num_tokens, int(heads), quantize_mqa=kind == "fp8", **common
+        )
+    build = {
+        "fused_eh_norm": testing.eh_norm_inputs,
+        "fused_embed_norm": testing.embed_norm_inputs,
+        "fused_embed_eh_norm": testing.embed_eh_norm_inputs,
+    }[variant.op]
+    return build(config, num_tokens, **common)
+
+
+def call_of(variant: Variant, inputs: dict[str, Any]) -> tuple[Callable[[], Any], list[Any]]:
+    """A launch of the variant, and the outputs that it writes."""
+    pdl = variant.pdl and launch.use_pdl(inputs["positions" if "positions" in inputs else
+                                                "input_ids"].device)  # fmt: skip
+    if variant.op == "fused_norm_rope":
+        outputs = [norm_rope._empty_output(inputs["q_c"])]
+        args, constants = norm_rope.prepare(**inputs, q_c_out=outputs[0], pdl=pdl)
+        kernel, grid = norm_rope_kernel, Grid(inputs["q_c"].shape[0], variant.tasks)
+    elif variant.op == "fused_q":
+        outputs = list(query._outputs(**inputs))
+        _, args, constants = query.prepare(**inputs, outputs=tuple(outputs), pdl=pdl)
+        kernel = query_kernel
+        num_tokens, heads, _ = inputs["q_pe"].shape
+        tiles = dict(variant.constants)
+        grid = launch.query_grid(num_tokens, heads, inputs["index_q"].shape[1], tiles)
+    elif variant.op == "fused_embed_norm":
+        outputs = list(mtp._embed_outputs(inputs["input_ids"], inputs["embed_table"]))
+        grid, args, constants, _ = mtp.prepare_embed(*inputs.values(), *outputs, pdl=pdl)
+        kernel = embed_norm_kernel
+    else:
+        outputs = [mtp._eh_output(inputs["previous_hidden"])]
+        values = dict(inputs)
+        positions, ids = values.pop("positions"), values.pop("input_ids", None)
+        grid, args, constants, _ = mtp.prepare_eh(
+            positions, ids, *values.values(), outputs[0], pdl=pdl
+        )
+        kernel = eh_norm_kernel
+    constants = {**constants, **dict(variant.constants)}
+    options = {"num_warps": variant.num_warps, **({"launch_pdl": True} if pdl else {})}
+
+    def call() -> None:
+        kernel[grid.launch()](*args, **constants, **options)
+
+    return call, outputs
+
+
+def compile_variant(variant: Variant) -> None:
+    call, _ = call_of(variant, inputs_of(variant, 2, "cuda", 0))
+    call()
+    torch.cuda.synchronize()
+
+
+def measure(group: list[Variant], num_tokens: int) -> tuple[dict[str, float], float]:
+    """Microseconds of each variant of one op and input kind, and the streaming floor."""
+    device = torch.device("cuda")
+    inputs = inputs_of(group[0], num_tokens, "cuda", 0)
+    _, outputs = call_of(group[0], inputs)
+    moved = traffic(inputs, outputs)
+    copies = timing.num_copies(num_tokens, moved.total)
+    sets = [inputs, *(inputs_of(group[0], num_tokens, "cuda", 1 + i) for i in range(copies - 1))]
+    us = {}
+    for variant in group:
+        calls = [call_of(variant, inputs)[0] for inputs in sets]
+        us[variant.label] = timing.device_time(calls, num_tokens, device).us
+    del sets, calls
+    stream = StreamBuffers(moved.read, moved.written, copies, device)
+    floor = min(
+        timing.device_time(stream.calls(config), num_tokens, device).us for config in CONFIGS
+    )
+    return us, floor
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--ops", nargs="+", default=["fused_norm_rope", "fused_q", "fused_eh_norm",
+                                                     "fused_embed_norm"])  # fmt: skip
+    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    parser.add_argument("--out", type=Path, help="folder for tune-<gpu>.json")
+    options = parser.parse_args()
+    every = [variant for op in options.ops for variant in variants(op)]
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(min(12, os.cpu_count() or 1)) as pool:
+        done = pool.imap_unordered(compile_variant, every)
+        for _ in track(done, "compiling", total=len(every)):
+            pass
+
+    console = Console(width=160)
+    results = []
+    key = functools.partial(lambda v: (v.op, v.inputs))
+    for (op, kind), members in itertools.groupby(every, key):
+        group = list(members)
+        table = Table(title=f"{op} {kind}, us", box=None)
+        table.add_column("variant")
+        rows: dict[str, list[str]] = {variant.label: [] for variant in group}
+        floors = []
+        for num_tokens in options.tokens:
+            table.add_column(str(num_tokens), justify="right")
+            us, floor = measure(group, num_tokens)
+            floors.append(f"{floor:.2f}")
+            best = min(us.values())
+            for label, value in us.items():
+                rows[label].append(f"[bold]{value:.2f}[/]" if value < 1.02 * best else f"{value:.2f}")
+            results.append({"op": op, "inputs": kind, "num_tokens": num_tokens, "floor_us": floor,
+                            "us": us})  # fmt: skip
+        for label, cells in rows.items():
+            table.add_row(label, *cells)
+        table.add_row("floor", *floors)
+        console.print(table)
+        if options.out:
+            options.out.mkdir(parents=True, exist_ok=True)
+            gpu = torch.cuda.get_device_name().replace(" ", "-")
+            path = options.out / f"tune-{gpu}.json"
+            path.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
