@@ -105,23 +105,23 @@ def fill_topk_row(token, buffer_ptr, row_stride, TOPK: tl.constexpr):
 @triton.jit(
     do_not_specialize=["num_slots", "num_index_slots"],
     do_not_specialize_on_alignment=[
-        "positions_ptr", "slot_mapping_ptr", "index_slot_mapping_ptr", "mla_scale_ptr"
+        "positions_ptr", "slot_mapping_ptr", "indexer_slot_mapping_ptr", "mla_k_scale_ptr"
     ],
 )  # fmt: skip
 def norm_rope_kernel(
     positions_ptr,
-    q_c_ptr, q_row_stride, q_weight_ptr, q_eps, q_out_ptr, q_out_row_stride,
-    kv_c_ptr, kv_row_stride, kv_weight_ptr, kv_eps, kv_out_ptr, kv_out_row_stride,
-    k_pe_ptr, k_pe_row_stride, table_ptr, table_row_stride, table_rows,
+    q_c_ptr, q_row_stride, q_norm_weight_ptr, q_eps, q_c_out_ptr, q_out_row_stride,
+    kv_c_ptr, kv_row_stride, kv_norm_weight_ptr, kv_eps, kv_c_out_ptr, kv_out_row_stride,
+    k_pe_ptr, k_pe_row_stride, rope_cos_sin_ptr, table_row_stride, table_rows,
     k_pe_out_ptr, k_pe_out_row_stride,
     slot_mapping_ptr, num_slots,
-    mla_cache_ptr, mla_block_stride, mla_entry_stride, mla_capacity, mla_scale_ptr,
-    index_k_ptr, index_k_row_stride, index_weight_ptr, index_bias_ptr, index_eps,
-    index_table_ptr, index_table_row_stride, index_table_rows,
+    mla_kv_cache_ptr, mla_block_stride, mla_entry_stride, mla_capacity, mla_k_scale_ptr,
+    index_k_ptr, index_k_row_stride, index_k_norm_weight_ptr, index_k_norm_bias_ptr, index_eps,
+    index_rope_cos_sin_ptr, index_table_row_stride, index_table_rows,
     index_k_out_ptr, index_k_out_row_stride,
-    index_slot_mapping_ptr, num_index_slots,
-    index_cache_ptr, index_block_stride, index_capacity,
-    topk_ptr, topk_row_stride,
+    indexer_slot_mapping_ptr, num_index_slots,
+    indexer_k_cache_ptr, index_block_stride, index_capacity,
+    topk_indices_buffer_ptr, topk_row_stride,
     Q_DIM: tl.constexpr, KV_DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
     MLA_MODE: tl.constexpr, MLA_BLOCK_SIZE: tl.constexpr, MLA_TILE: tl.constexpr,
     MLA_LIMIT: tl.constexpr,
@@ -131,9 +131,9 @@ def norm_rope_kernel(
     TOPK: tl.constexpr,
     FNUZ: tl.constexpr, SOFT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A pointer that is None switches its part off at compile time."""
+    """Pointers are named after the arguments of the op; one that is None switches its part off."""
     HAS_KV: tl.constexpr = (
-        (mla_cache_ptr is not None) or (kv_out_ptr is not None) or (k_pe_out_ptr is not None)
+        (mla_kv_cache_ptr is not None) or (kv_c_out_ptr is not None) or (k_pe_out_ptr is not None)
     )
     begin(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -147,11 +147,11 @@ def norm_rope_kernel(
     # All loads of a token are in flight before the first of them is used; those that others
     # depend on come first.
     position = load_position(positions_ptr, token, do_index | do_kv)
-    if mla_cache_ptr is not None:
+    if mla_kv_cache_ptr is not None:
         slot, live = load_slot(slot_mapping_ptr, num_slots, mla_capacity, token, do_kv)
-    if index_cache_ptr is not None:
+    if indexer_k_cache_ptr is not None:
         index_slot, index_live = load_slot(
-            index_slot_mapping_ptr, num_index_slots, index_capacity, token, do_index
+            indexer_slot_mapping_ptr, num_index_slots, index_capacity, token, do_index
         )
     q_head, q_tail = load_row(q_c_ptr + token * q_row_stride, do_query, Q_DIM)
     if HAS_KV:
@@ -164,31 +164,31 @@ def norm_rope_kernel(
         key_a, key_b = load_pairs(index_row, do_index, 1, INDEX_ROPE_DIM, INDEX_INTERLEAVED)
         key_c, key_d = load_tail(index_row, do_index, INDEX_DIM, INDEX_ROPE_DIM)
         index_cos, index_sin = load_cos_sin(
-            position, do_index, index_table_ptr, index_table_row_stride, index_table_rows,
+            position, do_index, index_rope_cos_sin_ptr, index_table_row_stride, index_table_rows,
             INDEX_ROPE_DIM,
         )  # fmt: skip
     if HAS_KV:
         cos, sin = load_cos_sin(
-            position, do_kv, table_ptr, table_row_stride, table_rows, ROPE_DIM
+            position, do_kv, rope_cos_sin_ptr, table_row_stride, table_rows, ROPE_DIM
         )
 
-    if topk_ptr is not None:
+    if topk_indices_buffer_ptr is not None:
         if every_task | (task == 3):
-            fill_topk_row(token, topk_ptr, topk_row_stride, TOPK)
+            fill_topk_row(token, topk_indices_buffer_ptr, topk_row_stride, TOPK)
 
     if HAS_KV:
         if do_kv:
             k_a, k_b = rotate(pe_a, pe_b, cos, sin)
-            kv = norm_kv(kv_c, kv_weight_ptr, kv_eps, KV_DIM, MLA_TILE)
-            if mla_cache_ptr is not None:
-                entry = mla_cache_ptr + slot // MLA_BLOCK_SIZE * mla_block_stride
+            kv = norm_kv(kv_c, kv_norm_weight_ptr, kv_eps, KV_DIM, MLA_TILE)
+            if mla_kv_cache_ptr is not None:
+                entry = mla_kv_cache_ptr + slot // MLA_BLOCK_SIZE * mla_block_stride
                 entry += slot % MLA_BLOCK_SIZE * mla_entry_stride
                 if MLA_MODE == "float":
                     store_float_entry(entry, live, kv, k_a, k_b, KV_DIM, ROPE_DIM)
                 elif MLA_MODE == "fp8":
                     scale = tl.full((), 1.0, tl.float32)
-                    if mla_scale_ptr is not None:
-                        scale = tl.load(mla_scale_ptr)
+                    if mla_k_scale_ptr is not None:
+                        scale = tl.load(mla_k_scale_ptr)
                     store_fp8_entry(
                         entry, live, kv, k_a, k_b, scale, KV_DIM, ROPE_DIM, MLA_LIMIT, FNUZ, SOFT
                     )
@@ -199,9 +199,9 @@ def norm_rope_kernel(
                 else:
                     tl.static_assert(MLA_MODE == "nvfp4_ds_mla")
                     store_nvfp4_ds_mla_entry(entry, live, kv, k_a, k_b, KV_DIM, ROPE_DIM, SOFT)
-            if kv_out_ptr is not None:
-                out = kv_out_ptr + token * kv_out_row_stride + kv_dims
-                tl.store(out, kv.to(kv_out_ptr.dtype.element_ty), mask=kv_dims < KV_DIM)
+            if kv_c_out_ptr is not None:
+                out = kv_c_out_ptr + token * kv_out_row_stride + kv_dims
+                tl.store(out, kv.to(kv_c_out_ptr.dtype.element_ty), mask=kv_dims < KV_DIM)
             if k_pe_out_ptr is not None:
                 dtype = k_pe_out_ptr.dtype.element_ty
                 out = k_pe_out_ptr + token * k_pe_out_row_stride
@@ -210,7 +210,8 @@ def norm_rope_kernel(
     if index_k_ptr is not None:
         if do_index:
             i_a, i_b, i_c, i_d = norm_index_key(
-                key_a, key_b, key_c, key_d, index_weight_ptr, index_bias_ptr, index_eps,
+                key_a, key_b, key_c, key_d,
+                index_k_norm_weight_ptr, index_k_norm_bias_ptr, index_eps,
                 INDEX_DIM, INDEX_ROPE_DIM, INDEX_INTERLEAVED,
             )  # fmt: skip
             i_a, i_b = rotate(i_a, i_b, index_cos, index_sin)
@@ -221,10 +222,10 @@ def norm_rope_kernel(
                     out, True, i_a.to(dtype), i_b.to(dtype), 1, INDEX_ROPE_DIM, INDEX_INTERLEAVED
                 )
                 store_tail(out, True, i_c.to(dtype), i_d.to(dtype), INDEX_DIM, INDEX_ROPE_DIM)
-            if index_cache_ptr is not None:
+            if indexer_k_cache_ptr is not None:
                 scale = row_scale(finite_amax_pieces(i_a, i_b, i_c, i_d), INDEX_LIMIT)[:, None]
                 inverse = pow2_reciprocal(scale)
-                block = as_bytes(index_cache_ptr)
+                block = as_bytes(indexer_k_cache_ptr)
                 block += index_slot // INDEX_BLOCK_SIZE * index_block_stride
                 in_block = index_slot % INDEX_BLOCK_SIZE
                 store_index_codes(
@@ -241,5 +242,5 @@ def norm_rope_kernel(
 
     if do_query:
         store_normed_row(
-            q_out_ptr + token * q_out_row_stride, q_head, q_tail, q_weight_ptr, q_eps, Q_DIM
+            q_c_out_ptr + token * q_out_row_stride, q_head, q_tail, q_norm_weight_ptr, q_eps, Q_DIM
         )

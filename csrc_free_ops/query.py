@@ -108,18 +108,18 @@ def quantize_index_query(
 
 @triton.jit(
     do_not_specialize=["q_pe_head_step", "nope_head_step", "index_q_head_step"],
-    do_not_specialize_on_alignment=["positions_ptr", "scale_ptr"],
+    do_not_specialize_on_alignment=["positions_ptr", "q_scale_ptr"],
 )
 def query_kernel(
     positions_ptr,
     q_pe_ptr, q_pe_row_stride, q_pe_head_step,
-    table_ptr, table_row_stride, table_rows,
-    nope_ptr, nope_row_stride, nope_head_step, scale_ptr,
-    mqa_ptr,
+    q_pe_cos_sin_ptr, table_row_stride, table_rows,
+    ql_nope_ptr, nope_row_stride, nope_head_step, q_scale_ptr,
+    mqa_q_ptr,
     index_q_ptr, index_q_row_stride, index_q_head_step,
-    index_table_ptr, index_table_row_stride, index_table_rows,
-    weights_ptr, weights_row_stride, softmax_scale, head_scale,
-    index_out_ptr, weights_out_ptr,
+    index_q_cos_sin_ptr, index_table_row_stride, index_table_rows,
+    index_weights_ptr, weights_row_stride, softmax_scale, head_scale,
+    index_q_fp8_ptr, index_weights_out_ptr,
     HEADS: tl.constexpr, NOPE_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, QUANTIZE: tl.constexpr,
     INDEX_HEADS: tl.constexpr, INDEX_DIM: tl.constexpr, INDEX_ROPE_DIM: tl.constexpr,
     INDEX_INTERLEAVED: tl.constexpr,
@@ -137,19 +137,20 @@ def query_kernel(
     position = load_position(positions_ptr, token, True)
     if task < MQA_TILES:
         pack_query(
-            token, task, position, table_ptr, table_row_stride, table_rows,
+            token, task, position, q_pe_cos_sin_ptr, table_row_stride, table_rows,
             q_pe_ptr, q_pe_row_stride, q_pe_head_step.to(tl.int64) * Q_PE_STEP,
-            nope_ptr, nope_row_stride, nope_head_step.to(tl.int64) * NOPE_STEP, scale_ptr, mqa_ptr,
+            ql_nope_ptr, nope_row_stride, nope_head_step.to(tl.int64) * NOPE_STEP,
+            q_scale_ptr, mqa_q_ptr,
             HEADS, NOPE_DIM, ROPE_DIM, QUANTIZE, TILE, MQA_LIMIT, FNUZ, SOFT,
         )  # fmt: skip
     else:
         if index_q_ptr is not None:
             quantize_index_query(
                 token, task - MQA_TILES,
-                position, index_table_ptr, index_table_row_stride, index_table_rows,
+                position, index_q_cos_sin_ptr, index_table_row_stride, index_table_rows,
                 index_q_ptr, index_q_row_stride, index_q_head_step.to(tl.int64) * INDEX_Q_STEP,
-                weights_ptr, weights_row_stride, softmax_scale, head_scale,
-                index_out_ptr, weights_out_ptr,
+                index_weights_ptr, weights_row_stride, softmax_scale, head_scale,
+                index_q_fp8_ptr, index_weights_out_ptr,
                 INDEX_HEADS, INDEX_DIM, INDEX_ROPE_DIM, INDEX_INTERLEAVED,
                 INDEX_TILE, INDEX_LIMIT, FNUZ, SOFT,
             )  # fmt: skip

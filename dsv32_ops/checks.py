@@ -4,12 +4,16 @@ They raise before anything is written and name the argument, what was expected a
 `TypeError` for dtypes, `ValueError` for everything else that shapes and strides show, `IndexError`
 for what only the data show. Conditions on symbolic sizes go through `torch._check_value`, so that a
 traced model fails with the same text and keeps one graph for every token count.
+
+They run at every call, so a text is made only where its condition is not plainly True: making all
+of them took nine tenths of the time. Conditions are joined with `|` and `&`, which take bools and
+symbolic conditions alike; `or` and `and` would put a guard on the left one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,125 +22,212 @@ from . import layouts, platform
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 INDEX_TYPES = (torch.int32, torch.int64)
-
-
-_BYTES = (torch.uint8, *platform.FP8_DTYPES)
-CACHE_DTYPES = {
+FILL_TYPES = (torch.int32,)
+SCALE_TYPES = (torch.float32,)
+CODE_TYPES = (torch.uint8, *platform.FP8_DTYPES)
+CACHE_TYPES = {
     "auto": FLOATS,
     "bfloat16": (torch.bfloat16,),
     "float16": (torch.float16,),
-    "fp8": _BYTES,
-    "fp8_e4m3": _BYTES,
-    "fp8_ds_mla": _BYTES,
+    "fp8": CODE_TYPES,
+    "fp8_e4m3": CODE_TYPES,
+    "fp8_ds_mla": CODE_TYPES,
     "nvfp4_ds_mla": (torch.uint8,),
+}
+FIXED_LAYOUTS: dict[str, type[layouts.Fp8DsMla] | type[layouts.Nvfp4DsMla]] = {
+    "fp8_ds_mla": layouts.Fp8DsMla,
+    "nvfp4_ds_mla": layouts.Nvfp4DsMla,
 }
 
 
-def need(ok: Any, name: str, expected: str, got: Any) -> None:
-    """Raise ValueError unless `ok`, which may be a symbolic condition."""
-    if ok is True:
-        return
+def refuse(error: type[Exception], name: str, got: Any, expected: str, *sizes: Any) -> NoReturn:
+    raise error(_message(name, got, expected, *sizes))
+
+
+def need(ok: Any, name: str, got: Any, expected: str, *sizes: Any) -> None:
+    """Raise ValueError unless `ok`, a bool or a symbolic condition. `sizes` fill `expected`."""
     if ok is False:
-        raise ValueError(_message(name, expected, got))
-    torch._check_value(ok, lambda: _message(name, expected, got))
+        refuse(ValueError, name, got, expected, *sizes)
+    torch._check_value(ok, lambda: _message(name, got, expected, *sizes))
 
 
-def _message(name: str, expected: str, got: Any) -> str:
-    return f"{name}: expected {expected}, got {got}"
+def _message(name: str, got: Any, expected: str, *sizes: Any) -> str:
+    return f"{name}: expected {expected.format(*map(_plain, sizes))}, got {_plain(got)}"
+
+
+def _plain(value: Any) -> Any:
+    """A symbolic size as the number that it stands for, so that a traced call has the same text."""
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    if isinstance(value, torch.SymInt):
+        try:
+            return int(value)
+        except RuntimeError:  # It stands for none: it is unbacked.
+            return value
+    return value
 
 
 def need_dtype(t: Tensor, name: str, allowed: Sequence[torch.dtype]) -> None:
     if t.dtype not in allowed:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
-        raise TypeError(_message(name, f"dtype {names}", str(t.dtype).removeprefix("torch.")))
+        names = ", ".join(map(_dtype_name, allowed))
+        refuse(TypeError, name, _dtype_name(t.dtype), f"dtype {names}")
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def need_device(t: Tensor, name: str, device: torch.device, like: str = "positions") -> None:
+    if t.device != device:
+        refuse(ValueError, name, t.device, f"device {device} like {like}")
 
 
 def need_tensor(
-    t: Tensor | None, name: str, ndim: int, allowed: Sequence[torch.dtype], device: torch.device
-) -> Tensor:
-    """A tensor of this rank, type and device whose last dimension is contiguous."""
+    t: Tensor | None,
+    name: str,
+    ndim: int,
+    allowed: Sequence[torch.dtype],
+    device: torch.device,
+    like: str = "positions",
+) -> Sequence[Any]:
+    """The shape of a tensor of this rank, type and device whose last dimension is contiguous."""
     if t is None:
-        raise ValueError(_message(name, "a tensor", "None"))
-    if t.dim() != ndim:
-        raise ValueError(_message(name, f"{ndim} dimensions", f"shape {tuple(t.shape)}"))
+        refuse(ValueError, name, None, "a tensor")
+    shape = t.shape
+    if len(shape) != ndim:
+        refuse(ValueError, name, f"shape {tuple(map(_plain, shape))}", f"{ndim} dimensions")
     if t.dtype not in allowed:
         need_dtype(t, name, allowed)
     if t.device != device:
-        raise ValueError(_message(name, f"a tensor on {device} like positions", t.device))
-    need((t.stride(-1) == 1) | (t.shape[-1] == 1), name, "last stride 1", t.stride())
-    return t
+        need_device(t, name, device, like)
+    if (packed := t.stride()[-1] == 1) is not True:
+        need(packed | (shape[-1] <= 1), name, t.stride(), "strides that end in 1")
+    return shape
 
 
-def need_index_map(t: Tensor | None, name: str, device: torch.device) -> None:
-    need_tensor(t, name, 1, INDEX_TYPES, device)
+def need_rows(
+    t: Tensor | None, name: str, ndim: int, num_tokens: Any, device: torch.device
+) -> Sequence[Any]:
+    """The shape of a float tensor with one row per token, which is not empty."""
+    shape = need_tensor(t, name, ndim, FLOATS, device)
+    if (ok := shape[0] == num_tokens) is not True:
+        need(ok, name, shape, "{} rows like positions", num_tokens)
+    if (ok := (shape[1] >= 1) & (shape[-1] >= 1)) is not True:
+        need(ok, name, shape, "rows that are not empty")
+    return shape
 
 
-def need_weight(t: Tensor | None, name: str, size: Any, device: torch.device) -> None:
-    t = need_tensor(t, name, 1, FLOATS, device)
-    need(t.shape[0] == size, name, f"{size} elements", tuple(t.shape))
+def need_map(t: Tensor | None, name: str, device: torch.device) -> Any:
+    """The length of positions or of a slot map."""
+    return need_tensor(t, name, 1, INDEX_TYPES, device)[0]
 
 
-def need_rows(t: Tensor, name: str, num_tokens: Any) -> None:
-    need(t.shape[0] == num_tokens, name, f"{num_tokens} rows (num_tokens)", tuple(t.shape))
+def need_ids(ids: Tensor) -> Any:
+    """The number of token ids, [N] or [batch, length]."""
+    shape, strides, name = ids.shape, ids.stride(), "input_ids"
+    if not 1 <= len(shape) <= 2:
+        refuse(ValueError, name, f"shape {tuple(map(_plain, shape))}", "1 or 2 dimensions")
+    need_dtype(ids, name, INDEX_TYPES)
+    # Flattening copies ids that are far apart, but for a column, which stays a strided view.
+    if (packed := strides[-1] == 1) is not True:
+        need(packed | (shape[-1] <= 1), name, strides, "strides that end in 1")
+    if len(shape) == 2 and (packed := strides[0] == shape[1]) is not True:
+        need(packed | (shape[0] <= 1) | (shape[1] != 1), name, strides, "contiguous ids")
+    return ids.numel()
 
 
-def need_table(t: Tensor | None, name: str, rope_dim: Any, device: torch.device) -> None:
-    t = need_tensor(t, name, 2, FLOATS, device)
-    need(t.shape[0] >= 1, name, "at least one row", tuple(t.shape))
-    need(t.shape[1] == rope_dim, name, f"{rope_dim} columns (cos, then sin)", tuple(t.shape))
+def need_weight(
+    t: Tensor | None, name: str, size: Any, of: str, device: torch.device, like: str = "positions"
+) -> None:
+    """One element per column of the argument `of`."""
+    shape = need_tensor(t, name, 1, FLOATS, device, like)
+    if (ok := shape[0] == size) is not True:
+        need(ok, name, shape, f"{{}} elements like the columns of {of}", size)
 
 
-def need_out(t: Tensor, name: str, shape: Sequence[Any], device: torch.device) -> None:
-    """A written tensor of this shape, none of whose elements share memory."""
-    need_tensor(t, name, len(shape), FLOATS, device)
-    need(tuple(t.shape) == tuple(shape), name, f"shape {tuple(shape)}", tuple(t.shape))
+def need_scale(t: Tensor, name: str, device: torch.device) -> None:
+    need_dtype(t, name, SCALE_TYPES)
+    if (ok := t.numel() == 1) is not True:
+        need(ok, name, t.shape, "one element")
+    need_device(t, name, device)
+
+
+def need_table(t: Tensor, name: str, rope_dim: Any, of: str, device: torch.device) -> None:
+    """cos/sin rows that rotate all `rope_dim` columns of the argument `of`."""
+    shape = need_tensor(t, name, 2, FLOATS, device)
+    if (ok := shape[0] >= 1) is not True:
+        need(ok, name, shape, "at least one row")
+    if (ok := shape[1] == rope_dim) is not True:
+        need(ok, name, shape, f"{{}} columns (cos, then sin) like {of}", rope_dim)
+
+
+def need_index_table(
+    t: Tensor | None, name: str, head_dim: Any, of: str, device: torch.device
+) -> None:
+    """cos/sin rows that rotate the first of `head_dim` columns of the argument `of`."""
+    shape = need_tensor(t, name, 2, FLOATS, device)
+    rope_dim = shape[1]
+    if (ok := shape[0] >= 1) is not True:
+        need(ok, name, shape, "at least one row")
+    if (ok := (rope_dim >= 2) & (rope_dim % 2 == 0) & (rope_dim <= head_dim)) is not True:
+        need(ok, name, shape, f"an even number of columns from 2 to the {{}} of {of}", head_dim)
+
+
+def need_pairs(rope_dim: Any, name: str, shape: Sequence[Any]) -> None:
+    if (ok := (rope_dim >= 2) & (rope_dim % 2 == 0)) is not True:
+        need(ok, name, shape, "an even number of rotary dims")
+
+
+def need_out(
+    t: Tensor, name: str, rows: Any, columns: Any, device: torch.device, like: str = "positions"
+) -> None:
+    """A written matrix of this shape, none of whose elements share memory."""
+    shape = need_tensor(t, name, 2, FLOATS, device, like)
+    if (ok := (shape[0] == rows) & (shape[1] == columns)) is not True:
+        need(ok, name, shape, "shape ({}, {})", rows, columns)
     need_distinct_rows(t, name)
 
 
 def need_distinct_rows(t: Tensor, name: str) -> None:
-    expected = "rows that do not share memory"
-    need((t.shape[0] <= 1) | (t.stride(0) >= t.shape[-1]), name, expected, f"stride {t.stride()}")
+    if (ok := t.stride()[0] >= t.shape[1]) is not True:
+        need(ok | (t.shape[0] <= 1), name, t.stride(), "strides of rows that do not overlap")
 
 
-def need_no_grad(*tensors: Tensor | None) -> None:
+def need_no_grad(**tensors: Tensor | None) -> None:
     """The ops have no derivative: say so at the call instead of returning detached results."""
-    if torch.is_grad_enabled():
-        for t in tensors:
-            if t is not None and t.requires_grad:
-                raise RuntimeError(
-                    "dsv32 ops have no derivative: call them under torch.no_grad() or "
-                    "torch.inference_mode(), or detach() their inputs"
-                )
+    for name, t in tensors.items():
+        if t is not None and t.requires_grad:
+            raise RuntimeError(
+                f"{name}: expected a tensor that needs no gradient, got requires_grad=True. dsv32 "
+                "ops have no derivative: call them under torch.no_grad() or "
+                "torch.inference_mode(), or detach() their inputs"
+            )
 
 
-def need_aligned(t: Tensor, name: str, alignment: int) -> None:
-    """Base address and row strides of a 1-byte tensor are multiples of `alignment` bytes.
-
-    A fake tensor has no address; its offset within the storage stands in, since allocators align
-    storages further than any layout asks.
-    """
-    address = t.storage_offset() if _is_fake(t) else t.data_ptr()
-    for what in (address, *t.stride()[:-1]):
-        expected = f"address and strides that are multiples of {alignment} bytes"
-        need(what % alignment == 0, name, expected, f"{what} (strides {t.stride()})")
-
-
-def _is_fake(t: Tensor) -> bool:
-    return type(t) is not Tensor and isinstance(t, torch._subclasses.FakeTensor)
+def need_aligned(t: Tensor, name: str, *strides: Any) -> None:
+    """Address and strides of a 1-byte tensor are multiples of 4: it holds 32-bit words."""
+    # A tensor that is being traced has no address; its offset within the storage stands in, since
+    # allocators align storages further than that.
+    plain = type(t) is Tensor or type(t) is torch.nn.Parameter
+    offset: Any = t.data_ptr() if plain else t.storage_offset()
+    for what in (offset, *strides):
+        if (ok := what % 4 == 0) is not True:
+            got = f"address % 4 = {_plain(offset % 4)}, strides {_plain(t.stride())}"
+            need(ok, name, got, "address and strides that are multiples of 4 bytes")
 
 
 def resolve_fp8_dtype(
     requested: torch.dtype | None, device: torch.device, **caches: Tensor | None
 ) -> torch.dtype:
     """The fp8 flavour of a call: the argument's, else a typed cache's, else the platform's."""
-    if requested is not None and requested not in platform.FP8_DTYPES:
-        names = "None, float8_e4m3fn or float8_e4m3fnuz"
-        raise TypeError(_message("fp8_dtype", names, requested))
     flavour = requested
+    if requested is not None and requested not in platform.FP8_DTYPES:
+        got = _dtype_name(requested)
+        refuse(TypeError, "fp8_dtype", got, "None, float8_e4m3fn or float8_e4m3fnuz")
     for name, cache in caches.items():
         if cache is not None and cache.dtype in platform.FP8_DTYPES:
-            if flavour is not None and cache.dtype is not flavour:
-                raise TypeError(_message(name, f"dtype uint8 or {flavour}", cache.dtype))
+            if flavour is not None:
+                need_dtype(cache, name, (torch.uint8, flavour))
             flavour = cache.dtype
     if flavour is None:
         return platform.fp8_dtype(device.type, device.index)
@@ -147,64 +238,69 @@ def need_mla_cache(
     cache: Tensor, mode: str, kv_dim: Any, rope_dim: Any, device: torch.device
 ) -> None:
     name = "mla_kv_cache"
-    need_tensor(cache, name, 3, CACHE_DTYPES[mode], device)
-    layout = layouts.mla_layout(mode, kv_dim=kv_dim, rope_dim=rope_dim, dtype=cache.dtype)
-    blocks, block_size, width = cache.shape
-    need(block_size >= 1, name, "block_size of at least 1", tuple(cache.shape))
-    expected = f"entries of at least {layout.entry_width} elements for {mode!r}"
-    need(width >= layout.entry_width, name, expected, tuple(cache.shape))
-    block_stride, entry_stride = cache.stride()[:2]
-    need(
-        (block_size <= 1) | (entry_stride >= layout.entry_width), name,
-        "entries that do not share memory", f"strides {cache.stride()}",
-    )  # fmt: skip
-    # Either blocks hold their entries or, as in a cache laid out entry-major, the reverse.
-    need(
-        (blocks <= 1)
-        | (block_stride >= (block_size - 1) * entry_stride + layout.entry_width)
-        | ((block_stride >= layout.entry_width)
-           & (entry_stride >= (blocks - 1) * block_stride + layout.entry_width)), name,
-        "blocks that do not share memory", f"strides {cache.stride()}",
-    )  # fmt: skip
-    if layout.alignment > cache.element_size():
-        need_aligned(cache, name, layout.alignment)
+    shape = need_tensor(cache, name, 3, CACHE_TYPES[mode], device)
+    blocks, block_size, width = shape
+    block_stride, entry_stride, _ = strides = cache.stride()
+    entry = kv_dim + rope_dim
+    if (layout := FIXED_LAYOUTS.get(mode)) is not None:
+        for part, size, fixed in (
+            ("kv_c", kv_dim, layout.KV_DIM), ("k_pe", rope_dim, layout.ROPE_DIM)
+        ):  # fmt: skip
+            if (ok := size == fixed) is not True:
+                need(ok, part, size, f"{fixed} columns for {mode}")
+        entry = layout.ENTRY_BYTES
+        if layout.alignment > 1:
+            need_aligned(cache, name, block_stride, entry_stride)
+    if (ok := block_size >= 1) is not True:
+        need(ok, name, shape, "a block_size of at least 1")
+    if (ok := width >= entry) is not True:
+        need(ok, name, shape, f"entries of at least {{}} elements for {mode}", entry)
+    if (ok := entry_stride >= entry) is not True:
+        need(ok | (block_size <= 1), name, strides, "strides of entries that do not overlap")
+    if (ok := block_stride >= (block_size - 1) * entry_stride + entry) is not True:
+        # Or, in a cache laid out entry-major, each offset holds the entries of all blocks.
+        spread = entry_stride >= (blocks - 1) * block_stride + entry
+        ok = ok | (blocks <= 1) | ((block_stride >= entry) & spread)
+        need(ok, name, strides, "strides of blocks that do not overlap")
 
 
 def need_index_cache(cache: Tensor, head_dim: Any, shuffled: bool, device: torch.device) -> None:
     name = "indexer_k_cache"
-    need_tensor(cache, name, 3, _BYTES, device)
-    blocks, block_size, width = cache.shape
-    need(block_size >= 1, name, "block_size of at least 1", tuple(cache.shape))
-    need(width == head_dim + 4, name, f"entries of {head_dim + 4} bytes", tuple(cache.shape))
-    packed = (block_size <= 1) | (cache.stride(1) == width)
-    need(packed, name, "blocks without gaps between tokens", f"strides {cache.stride()}")
-    apart = (blocks <= 1) | (cache.stride(0) >= block_size * width)
-    need(apart, name, "blocks that do not share memory", f"strides {cache.stride()}")
-    expected = "block_size * head_dim a multiple of 4, so that scales are aligned"
-    need(block_size * head_dim % 4 == 0, name, expected, tuple(cache.shape))
-    if shuffled:
-        expected = "block_size and head_dim multiples of 16 for the shuffled layout"
-        need((block_size % 16 == 0) & (head_dim % 16 == 0), name, expected, tuple(cache.shape))
-    need_aligned(cache[:, 0], name, 4)
+    shape = need_tensor(cache, name, 3, CODE_TYPES, device)
+    blocks, block_size, width = shape
+    block_stride, entry_stride, _ = strides = cache.stride()
+    if (ok := block_size >= 1) is not True:
+        need(ok, name, shape, "a block_size of at least 1")
+    if (ok := width == head_dim + 4) is not True:
+        need(ok, name, shape, "entries of {} bytes", head_dim + 4)
+    if (ok := entry_stride == width) is not True:
+        need(ok | (block_size <= 1), name, strides, "strides without gaps between tokens")
+    if (ok := block_stride >= block_size * width) is not True:
+        need(ok | (blocks <= 1), name, strides, "strides of blocks that do not overlap")
+    if (ok := block_size * head_dim % 4 == 0) is not True:
+        need(ok, name, shape, "block_size * {} a multiple of 4, for aligned scales", head_dim)
+    if shuffled and (ok := (block_size % 16 == 0) & (head_dim % 16 == 0)) is not True:
+        need(ok, name, shape, "a block_size and {} columns that are multiples of 16 when shuffled",
+             head_dim)  # fmt: skip
+    need_aligned(cache, name, block_stride)
 
 
 def need_apart(out: Tensor, source: Tensor, name: str, source_name: str) -> None:
-    """`out` and `source`, both [N, D], share no element."""
+    """`out` and `source`, both [N, D], share no byte."""
     if out.untyped_storage()._cdata != source.untyped_storage()._cdata:
         return
-    rows, width = source.shape
-    gap = abs(out.storage_offset() * out.element_size()
-              - source.storage_offset() * source.element_size())  # fmt: skip
-    sizes = {out.element_size(), source.element_size()}
-    strides = {out.stride(0) * out.element_size(), source.stride(0) * source.element_size()}
-    span = max(strides) * (rows - 1) + width * max(sizes)
-    apart: Any = (gap >= span) | (rows == 0)
-    if len(strides) == 1:
-        # Two column slices of one matrix interleave without touching.
-        stride = max(strides)
-        row_gap = gap % stride if stride else 0
-        apart = apart | ((row_gap >= width * max(sizes)) & (stride - row_gap >= width * max(sizes)))
-    need(apart, name, f"memory that does not overlap {source_name}", "overlapping tensors")
+    rows, columns = source.shape
+    size, source_size = out.element_size(), source.element_size()
+    step, source_step = out.stride()[0] * size, source.stride()[0] * source_size
+    start, source_start = out.storage_offset() * size, source.storage_offset() * source_size
+    end = start + (rows - 1) * step + columns * size
+    source_end = source_start + (rows - 1) * source_step + columns * source_size
+    # Two column slices of one matrix interleave without touching.
+    gap = (start - source_start) % torch.sym_max(step, 1)
+    interleaved = (gap >= columns * source_size) & (step - gap >= columns * size)
+    apart = (end <= source_start) | (source_end <= start) | (rows == 0)
+    ok = apart | ((step == source_step) & interleaved)
+    need(ok, name, "overlapping tensors", f"memory that {source_name} does not overlap")
 
 
 def norm_rope(
@@ -223,82 +319,74 @@ def norm_rope(
 ) -> None:  # fmt: skip
     """Every rule on `fused_norm_rope`'s arguments that shapes, strides, types and devices show."""
     device = positions.device
-    need_no_grad(q_c, q_norm_weight, kv_c, kv_norm_weight, k_pe, index_k, index_k_norm_weight,
-                 index_k_norm_bias)  # fmt: skip
-    need_index_map(positions, "positions", device)
-    num_tokens = positions.shape[0]
-    for name, t, weight in (("q_c", q_c, q_norm_weight), ("kv_c", kv_c, kv_norm_weight)):
-        need_tensor(t, name, 2, FLOATS, device)
-        need_rows(t, name, num_tokens)
-        need(t.shape[1] >= 1, name, "at least one column", tuple(t.shape))
-        need_weight(weight, name.replace("_c", "_norm_weight"), t.shape[1], device)
-    need_tensor(k_pe, "k_pe", 2, FLOATS, device)
-    need_rows(k_pe, "k_pe", num_tokens)
-    kv_dim, rope_dim = kv_c.shape[1], k_pe.shape[1]
-    need((rope_dim >= 2) & (rope_dim % 2 == 0), "k_pe", "an even number of columns", rope_dim)
-    need_table(rope_cos_sin, "rope_cos_sin", rope_dim, device)
-
-    if mla_kv_cache_dtype not in layouts.MLA_MODES:
-        expected = f"one of {', '.join(layouts.MLA_MODES)}"
-        raise ValueError(_message("mla_kv_cache_dtype", expected, repr(mla_kv_cache_dtype)))
+    if torch.is_grad_enabled():
+        need_no_grad(
+            q_c=q_c, q_norm_weight=q_norm_weight, kv_c=kv_c, kv_norm_weight=kv_norm_weight,
+            k_pe=k_pe, rope_cos_sin=rope_cos_sin, index_k=index_k,
+            index_k_norm_weight=index_k_norm_weight, index_k_norm_bias=index_k_norm_bias,
+            index_rope_cos_sin=index_rope_cos_sin, mla_kv_cache=mla_kv_cache,
+            mla_k_scale=mla_k_scale, kv_c_out=kv_c_out, k_pe_out=k_pe_out, index_k_out=index_k_out,
+            q_c_out=q_c_out,
+        )  # fmt: skip
+    if mla_kv_cache_dtype not in CACHE_TYPES:
+        _refuse_choice("mla_kv_cache_dtype", mla_kv_cache_dtype, layouts.MLA_MODES)
+    if index_scale_format not in layouts.INDEX_SCALE_FORMATS:
+        _refuse_choice("index_scale_format", index_scale_format, layouts.INDEX_SCALE_FORMATS)
+    resolve_fp8_dtype(fp8_dtype, device, mla_kv_cache=mla_kv_cache, indexer_k_cache=indexer_k_cache)
+    num_tokens = need_map(positions, "positions", device)
+    _, q_dim = need_rows(q_c, "q_c", 2, num_tokens, device)
+    need_weight(q_norm_weight, "q_norm_weight", q_dim, "q_c", device)
+    _, kv_dim = need_rows(kv_c, "kv_c", 2, num_tokens, device)
+    need_weight(kv_norm_weight, "kv_norm_weight", kv_dim, "kv_c", device)
+    _, rope_dim = need_rows(k_pe, "k_pe", 2, num_tokens, device)
+    need_pairs(rope_dim, "k_pe", k_pe.shape)
+    need_table(rope_cos_sin, "rope_cos_sin", rope_dim, "k_pe", device)
     if mla_kv_cache is not None:
         need_mla_cache(mla_kv_cache, mla_kv_cache_dtype, kv_dim, rope_dim, device)
-        need_index_map(slot_mapping, "slot_mapping", device)
         if mla_k_scale is not None and mla_kv_cache_dtype in layouts.FP8_MODES:
             need_scale(mla_k_scale, "mla_k_scale", device)
-    elif slot_mapping is not None:
-        need_index_map(slot_mapping, "slot_mapping", device)
-    if kv_c_out is not None:
-        need_out(kv_c_out, "kv_c_out", kv_c.shape, device)
-    if k_pe_out is not None:
-        need_out(k_pe_out, "k_pe_out", k_pe.shape, device)
+    if mla_kv_cache is not None or slot_mapping is not None:
+        need_map(slot_mapping, "slot_mapping", device)
     if q_c_out is not None:
-        need_out(q_c_out, "q_c_out", q_c.shape, device)
-
-    if has_indexer and fill_topk:
-        need_tensor(topk_indices_buffer, "topk_indices_buffer", 2, (torch.int32,), device)
-        rows = topk_indices_buffer.shape[0]
-        need(rows >= num_tokens, "topk_indices_buffer", f"at least {num_tokens} rows", rows)
-        need_distinct_rows(topk_indices_buffer, "topk_indices_buffer")
-    else:
-        need_dtype(topk_indices_buffer, "topk_indices_buffer", (torch.int32,))
-    if index_scale_format not in layouts.INDEX_SCALE_FORMATS:
-        expected = f"one of {', '.join(layouts.INDEX_SCALE_FORMATS)}"
-        raise ValueError(_message("index_scale_format", expected, repr(index_scale_format)))
-    resolve_fp8_dtype(fp8_dtype, device, mla_kv_cache=mla_kv_cache, indexer_k_cache=indexer_k_cache)
+        need_out(q_c_out, "q_c_out", num_tokens, q_dim, device)
+    if kv_c_out is not None:
+        need_out(kv_c_out, "kv_c_out", num_tokens, kv_dim, device)
+    if k_pe_out is not None:
+        need_out(k_pe_out, "k_pe_out", num_tokens, rope_dim, device)
+    need_fill(topk_indices_buffer, num_tokens, has_indexer and fill_topk, device)
     if not has_indexer:
-        need(index_k_out is None, "index_k_out", "None without an indexer", "a tensor")
+        if index_k_out is not None:
+            refuse(ValueError, "index_k_out", "a tensor", "None without an indexer")
         return
-    index_k = need_tensor(index_k, "index_k", 2, FLOATS, device)
-    need_rows(index_k, "index_k", num_tokens)
-    head_dim = index_k.shape[1]
-    need_weight(index_k_norm_weight, "index_k_norm_weight", head_dim, device)
-    need_weight(index_k_norm_bias, "index_k_norm_bias", head_dim, device)
-    need_index_table(index_rope_cos_sin, "index_rope_cos_sin", head_dim, device)
+    _, head_dim = need_rows(index_k, "index_k", 2, num_tokens, device)
+    need_weight(index_k_norm_weight, "index_k_norm_weight", head_dim, "index_k", device)
+    need_weight(index_k_norm_bias, "index_k_norm_bias", head_dim, "index_k", device)
+    need_index_table(index_rope_cos_sin, "index_rope_cos_sin", head_dim, "index_k", device)
+    if indexer_slot_mapping is not None:
+        need_map(indexer_slot_mapping, "indexer_slot_mapping", device)
     if indexer_k_cache is not None:
         need_index_cache(indexer_k_cache, head_dim, indexer_cache_shuffled, device)
         if indexer_slot_mapping is None:
-            need_index_map(slot_mapping, "slot_mapping", device)
-        else:
-            need_index_map(indexer_slot_mapping, "indexer_slot_mapping", device)
-    if index_k_out is not None:
-        need_out(index_k_out, "index_k_out", index_k.shape, device)
+            need_map(slot_mapping, "slot_mapping", device)
+    if index_k_out is not None and index_k is not None:
+        need_out(index_k_out, "index_k_out", num_tokens, head_dim, device)
         need_apart(index_k_out, index_k, "index_k_out", "index_k")
 
 
-def need_scale(t: Tensor, name: str, device: torch.device) -> None:
-    need_dtype(t, name, (torch.float32,))
-    need(t.numel() == 1, name, "one element", f"shape {tuple(t.shape)}")
-    if t.device != device:
-        raise ValueError(_message(name, f"a tensor on {device} like positions", t.device))
+def _refuse_choice(name: str, got: str, choices: Sequence[str]) -> NoReturn:
+    refuse(ValueError, name, repr(got), f"one of {', '.join(choices)}")
 
 
-def need_index_table(t: Tensor | None, name: str, head_dim: Any, device: torch.device) -> None:
-    t = need_tensor(t, name, 2, FLOATS, device)
-    rope_dim = t.shape[1]
-    need(t.shape[0] >= 1, name, "at least one row", tuple(t.shape))
-    fits = (rope_dim >= 2) & (rope_dim % 2 == 0) & (rope_dim <= head_dim)
-    need(fits, name, f"an even number of columns up to {head_dim}", tuple(t.shape))
+def need_fill(buffer: Tensor, num_tokens: Any, filled: bool, device: torch.device) -> None:
+    """topk_indices_buffer: a matrix where it is filled, any int32 tensor where it is left alone."""
+    name = "topk_indices_buffer"
+    if not filled:
+        need_dtype(buffer, name, FILL_TYPES)
+        return
+    shape = need_tensor(buffer, name, 2, FILL_TYPES, device)
+    if (ok := shape[0] >= num_tokens) is not True:
+        need(ok, name, shape, "at least {} rows like positions", num_tokens)
+    need_distinct_rows(buffer, name)
 
 
 def norm_rope_data(
@@ -337,34 +425,28 @@ def query(
 ) -> None:  # fmt: skip
     """Every rule on `fused_q`'s arguments that shapes, strides, types and devices show."""
     device = positions.device
-    need_no_grad(q_pe, ql_nope, index_q, index_weights)
+    if torch.is_grad_enabled():
+        need_no_grad(
+            q_pe=q_pe, q_pe_cos_sin=q_pe_cos_sin, index_q=index_q, index_q_cos_sin=index_q_cos_sin,
+            ql_nope=ql_nope, q_scale=q_scale, index_weights=index_weights,
+        )  # fmt: skip
     resolve_fp8_dtype(fp8_dtype, device)
-    need_index_map(positions, "positions", device)
-    num_tokens = positions.shape[0]
-    need_tensor(q_pe, "q_pe", 3, FLOATS, device)
-    need_rows(q_pe, "q_pe", num_tokens)
-    heads, rope_dim = q_pe.shape[1:]
-    need(heads >= 1, "q_pe", "at least one head", tuple(q_pe.shape))
-    even = (rope_dim >= 2) & (rope_dim % 2 == 0)
-    need(even, "q_pe", "an even number of rotary dims", tuple(q_pe.shape))
-    need_table(q_pe_cos_sin, "q_pe_cos_sin", rope_dim, device)
+    num_tokens = need_map(positions, "positions", device)
+    _, heads, rope_dim = need_rows(q_pe, "q_pe", 3, num_tokens, device)
+    need_pairs(rope_dim, "q_pe", q_pe.shape)
+    need_table(q_pe_cos_sin, "q_pe_cos_sin", rope_dim, "q_pe", device)
     if quantize_mqa:
-        need_tensor(ql_nope, "ql_nope", 3, FLOATS, device)
-        expected = f"shape [{num_tokens}, {heads}, Dnope]"
-        need_rows(ql_nope, "ql_nope", num_tokens)
-        need(ql_nope.shape[1] == heads, "ql_nope", expected, tuple(ql_nope.shape))
-        need(ql_nope.shape[2] >= 1, "ql_nope", expected, tuple(ql_nope.shape))
+        _, nope_heads, _ = need_rows(ql_nope, "ql_nope", 3, num_tokens, device)
+        if (ok := nope_heads == heads) is not True:
+            need(ok, "ql_nope", ql_nope.shape, "{} heads like q_pe", heads)
         need_scale(q_scale, "q_scale", device)
     if not has_indexer:
         return
-    index_q = need_tensor(index_q, "index_q", 3, FLOATS, device)
-    need_rows(index_q, "index_q", num_tokens)
-    need(index_q.shape[1] >= 1, "index_q", "at least one head", tuple(index_q.shape))
-    need_index_table(index_q_cos_sin, "index_q_cos_sin", index_q.shape[2], device)
-    index_weights = need_tensor(index_weights, "index_weights", 2, FLOATS, device)
-    need_rows(index_weights, "index_weights", num_tokens)
-    same = index_weights.shape[1] == index_q.shape[1]
-    need(same, "index_weights", f"{index_q.shape[1]} columns", tuple(index_weights.shape))
+    _, index_heads, head_dim = need_rows(index_q, "index_q", 3, num_tokens, device)
+    need_index_table(index_q_cos_sin, "index_q_cos_sin", head_dim, "index_q", device)
+    _, columns = need_rows(index_weights, "index_weights", 2, num_tokens, device)
+    if (ok := columns == index_heads) is not True:
+        need(ok, "index_weights", columns, "{} columns like index_q's heads", index_heads)
 
 
 def query_data(
@@ -382,11 +464,17 @@ def eh_norm(
     hnorm_weight: Tensor, eps: float, *, out: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Every rule on `fused_eh_norm`'s arguments that shapes, strides, types and devices show."""
-    need_tensor(inputs_embeds, "inputs_embeds", 2, FLOATS, positions.device)
-    need_rows(inputs_embeds, "inputs_embeds", positions.shape[0])
-    _eh_halves(
-        positions, inputs_embeds, "inputs_embeds", previous_hidden, enorm_weight, hnorm_weight, out
-    )
+    if torch.is_grad_enabled():
+        need_no_grad(
+            inputs_embeds=inputs_embeds, previous_hidden=previous_hidden,
+            enorm_weight=enorm_weight, hnorm_weight=hnorm_weight, out=out,
+        )  # fmt: skip
+    num_tokens = need_map(positions, "positions", positions.device)
+    _, hidden = need_rows(inputs_embeds, "inputs_embeds", 2, num_tokens, positions.device)
+    _need_halves(
+        num_tokens, positions.device, inputs_embeds, "inputs_embeds", hidden, previous_hidden,
+        enorm_weight, hnorm_weight, out,
+    )  # fmt: skip
 
 
 def embed_eh_norm(
@@ -395,37 +483,35 @@ def embed_eh_norm(
 ) -> None:  # fmt: skip
     """Every rule on `fused_embed_eh_norm`'s arguments that shapes, strides and types show."""
     device = positions.device
-    need_ids(input_ids, device)
-    num_tokens = positions.shape[0]
-    need(input_ids.numel() == num_tokens, "input_ids", f"{num_tokens} ids (num_tokens)",
-         tuple(input_ids.shape))  # fmt: skip
-    need_tensor(embed_table, "embed_table", 2, FLOATS, device)
-    need(embed_table.shape[0] >= 1, "embed_table", "at least one row", tuple(embed_table.shape))
-    _eh_halves(
-        positions, embed_table, "embed_table", previous_hidden, enorm_weight, hnorm_weight, out
-    )
+    if torch.is_grad_enabled():
+        need_no_grad(
+            embed_table=embed_table, previous_hidden=previous_hidden,
+            enorm_weight=enorm_weight, hnorm_weight=hnorm_weight, out=out,
+        )  # fmt: skip
+    num_tokens = need_map(positions, "positions", device)
+    if (ok := need_ids(input_ids) == num_tokens) is not True:
+        need(ok, "input_ids", input_ids.shape, "{} ids like positions", num_tokens)
+    need_device(input_ids, "input_ids", device)
+    hidden = _need_vocabulary(embed_table, device, "positions")
+    _need_halves(
+        num_tokens, device, embed_table, "embed_table", hidden, previous_hidden,
+        enorm_weight, hnorm_weight, out,
+    )  # fmt: skip
 
 
-def _eh_halves(
-    positions: Tensor, embeds: Tensor, embeds_name: str, previous_hidden: Tensor,
-    enorm_weight: Tensor, hnorm_weight: Tensor, out: Tensor | None,
+def _need_halves(
+    num_tokens: Any, device: torch.device, embeds: Tensor, embeds_name: str, hidden: Any,
+    previous_hidden: Tensor, enorm_weight: Tensor, hnorm_weight: Tensor, out: Tensor | None,
 ) -> None:  # fmt: skip
-    device = positions.device
-    need_no_grad(embeds, previous_hidden, enorm_weight, hnorm_weight)
-    need_index_map(positions, "positions", device)
-    num_tokens = positions.shape[0]
-    need_tensor(previous_hidden, "previous_hidden", 2, FLOATS, device)
-    need_rows(previous_hidden, "previous_hidden", num_tokens)
-    hidden = previous_hidden.shape[1]
-    need(hidden >= 1, "previous_hidden", "at least one column", tuple(previous_hidden.shape))
-    same = embeds.shape[1] == hidden
-    need(same, embeds_name, f"{hidden} columns like previous_hidden", tuple(embeds.shape))
+    _, columns = need_rows(previous_hidden, "previous_hidden", 2, num_tokens, device)
+    if (ok := columns == hidden) is not True:
+        need(ok, "previous_hidden", columns, f"{{}} columns like {embeds_name}", hidden)
     # One output holds both halves, so they have one type.
-    need_dtype(embeds, embeds_name, (previous_hidden.dtype,))
-    need_weight(enorm_weight, "enorm_weight", hidden, device)
-    need_weight(hnorm_weight, "hnorm_weight", hidden, device)
+    need_dtype(previous_hidden, "previous_hidden", (embeds.dtype,))
+    need_weight(enorm_weight, "enorm_weight", hidden, embeds_name, device)
+    need_weight(hnorm_weight, "hnorm_weight", hidden, embeds_name, device)
     if out is not None:
-        need_out(out, "out", (num_tokens, 2 * hidden), device)
+        need_out(out, "out", num_tokens, 2 * hidden, device)
 
 
 def embed_norm(
@@ -433,39 +519,40 @@ def embed_norm(
     *, residual_out: Tensor | None = None, normed_out: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Every rule on `fused_embed_norm`'s arguments that shapes, strides, types and devices show."""
-    device = input_ids.device
-    need_no_grad(embed_table, norm_weight)
-    need_ids(input_ids, device)
-    need_tensor(embed_table, "embed_table", 2, FLOATS, device)
-    rows, hidden = embed_table.shape
-    need((rows >= 1) & (hidden >= 1), "embed_table", "rows and columns", tuple(embed_table.shape))
-    need_weight(norm_weight, "norm_weight", hidden, device)
-    shape = (input_ids.numel(), hidden)
+    device, like = input_ids.device, "input_ids"
+    if torch.is_grad_enabled():
+        need_no_grad(
+            embed_table=embed_table, norm_weight=norm_weight,
+            residual_out=residual_out, normed_out=normed_out,
+        )  # fmt: skip
+    num_tokens = need_ids(input_ids)
+    hidden = _need_vocabulary(embed_table, device, like)
+    need_weight(norm_weight, "norm_weight", hidden, "embed_table", device, like)
     if residual_out is not None:
-        need_out(residual_out, "residual_out", shape, device)
+        need_out(residual_out, "residual_out", num_tokens, hidden, device, like)
         # An exact copy of the table's rows has their type.
         need_dtype(residual_out, "residual_out", (embed_table.dtype,))
     if normed_out is not None:
-        need_out(normed_out, "normed_out", shape, device)
+        need_out(normed_out, "normed_out", num_tokens, hidden, device, like)
 
 
-def need_ids(input_ids: Tensor, device: torch.device) -> None:
-    """Token ids, flattened or [batch, length]."""
-    expected = "1 or 2 dimensions"
-    need(1 <= input_ids.dim() <= 2, "input_ids", expected, f"shape {tuple(input_ids.shape)}")
-    need_dtype(input_ids, "input_ids", INDEX_TYPES)
-    if input_ids.device != device:
-        raise ValueError(_message("input_ids", f"a tensor on {device}", input_ids.device))
+def _need_vocabulary(embed_table: Tensor, device: torch.device, like: str) -> Any:
+    """The columns of an embedding table, which has at least one row and column."""
+    rows, hidden = shape = need_tensor(embed_table, "embed_table", 2, FLOATS, device, like)
+    if (ok := (rows >= 1) & (hidden >= 1)) is not True:
+        need(ok, "embed_table", shape, "at least one row and one column")
+    return hidden
 
 
 def slots_in_range(slots: Tensor, name: str, capacity: int, num_tokens: int) -> None:
     """Raise IndexError for a slot past its cache; a negative one is padding."""
-    _raise_at(slots[:num_tokens] >= capacity, slots, name, f"a slot below {capacity}")
+    # Widened first: an int32 tensor wraps the number that it is compared with.
+    _raise_at(slots[:num_tokens].long() >= capacity, slots, name, f"a slot below {capacity}")
 
 
 def positions_in_range(positions: Tensor, rows: int, slots: Tensor | None) -> None:
     """Raise IndexError for a position outside its table on a row that is not padding."""
-    bad = (positions < 0) | (positions >= rows)
+    bad = (positions < 0) | (positions.long() >= rows)
     if slots is not None:
         num_slots = min(slots.shape[0], positions.shape[0])
         bad[:num_slots] &= slots[:num_slots] >= 0
@@ -475,7 +562,7 @@ def positions_in_range(positions: Tensor, rows: int, slots: Tensor | None) -> No
 
 def ids_in_range(ids: Tensor, name: str, rows: int) -> None:
     """Raise IndexError for an id outside the table."""
-    _raise_at((ids < 0) | (ids >= rows), ids, name, f"an id of a table of {rows} rows")
+    _raise_at((ids < 0) | (ids.long() >= rows), ids, name, f"an id of a table of {rows} rows")
 
 
 def _raise_at(bad: Tensor, values: Tensor, name: str, expected: str) -> None:

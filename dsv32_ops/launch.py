@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from . import platform
 from .geometry import Grid
 
-# Below this many tokens `fused_norm_rope` spreads its tasks over programs, which shortens the
-# critical path; above it one program does all tasks of a token.
+# Measured on an H200 by benchmarks/tune.py over 1 to 65,536 tokens (benchmarks/NOTES.md); other
+# architectures run the same until somebody measures them there.
+#
+# Up to this many tokens `fused_norm_rope` spreads its tasks over programs, which shortens the
+# critical path; above it one program does all tasks of a token. Both grids run one binary.
 NORM_ROPE_SPLIT_TOKENS = 1024
 NORM_ROPE_TASKS = 4
+# Four warps take three times as long at 65,536 tokens.
 NORM_ROPE_WARPS = 1
-QUERY_WARPS = 4
-QUERY_HEAD_TILE = 8
-QUERY_ROPE_ONLY_HEAD_TILE = 16
-QUERY_INDEX_TILE = 32
-QUERY_GROUP = 64
+QUERY_WARPS = 2
+# 4 heads of 512 + 64 keep registers at 96; 8 heads take 15 % longer.
+QUERY_HEAD_TILE = 4
+QUERY_ROPE_ONLY_HEAD_TILE = 32
+QUERY_INDEX_TILE = 16
+QUERY_GROUP = 128
+# A warp of a norm kernel holds this many elements of a row.
+NORM_ELEMENTS_PER_WARP = 2048
 
 
 def norm_rope_grid(num_tokens: int) -> Grid:
@@ -53,7 +62,7 @@ def _next_power_of_2(n: int) -> int:
 
 def norm_warps(dim: int) -> int:
     """Warps of a program that norms one row of `dim` elements."""
-    return min(max(_next_power_of_2(dim) // 1024, 1), 16)
+    return min(max(_next_power_of_2(dim) // NORM_ELEMENTS_PER_WARP, 1), 16)
 
 
 @functools.cache
@@ -89,14 +98,126 @@ def launch(
     constants: Mapping[str, Any],
     device: torch.device,
     num_warps: int,
-) -> None:
-    """Start `kernel` on the current stream of `device`, whatever device is current."""
+) -> Any:
+    """Start `kernel` on the current stream of `device`, whatever device is current.
+
+    Returns the compiled kernel, or None if there was nothing to start.
+    """
     if grid.empty:
-        return
+        return None
     shape = grid.launch(platform.backend(device), threads=num_warps * 64)
     options: dict[str, Any] = {"num_warps": num_warps}
     if constants["PDL"]:
         options["launch_pdl"] = True
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     with torch.cuda.device(device) if elsewhere else contextlib.nullcontext():
-        kernel[shape](*args, **constants, **options)
+        return kernel[shape](*args, **constants, **options)
+
+
+class Shortcut:
+    """The launch of a call whose like was checked, prepared and compiled before.
+
+    Triton's own path from arguments to the compiled kernel takes 59 us of host time for
+    `fused_norm_rope` on the H200's host, its checks and preparation another 45. A call with the
+    same shapes, strides, types and flags needs none of that: only its addresses are new.
+    """
+
+    def __init__(
+        self, compiled: Any, grid: Grid, values: list[Any], sources: list[tuple[int, int, int]],
+        device_index: int,
+    ) -> None:  # fmt: skip
+        self.run, self.function = compiled.run, compiled.function
+        self.metadata, self.device_index = compiled.packed_metadata, device_index
+        self.grid = grid.launch()
+        self.values = values
+        # (kernel argument, index among the call's tensors, address bits that must be zero)
+        self.sources = sources
+
+    def __call__(self, tensors: Sequence[Any]) -> bool:
+        """Launch with these tensors; False if the compiled kernel is not for them."""
+        values = self.values.copy()
+        unaligned = 0
+        for slot, index, mask in self.sources:
+            address = tensors[index].data_ptr()
+            values[slot] = address
+            unaligned |= address & mask
+        if unaligned or _launch_hooks() or torch.cuda.current_device() != self.device_index:
+            return False
+        stream = torch._C._cuda_getCurrentRawStream(self.device_index)
+        self.run(*self.grid, stream, self.function, self.metadata, None, None, None, *values)
+        return True
+
+
+_shortcuts: dict[Any, Shortcut] = {}
+# Every token count has an entry of its own.
+MAX_SHORTCUTS = 4096
+
+
+def signature(name: str, args: Sequence[Any]) -> Any:
+    """What decides the checks, the preparation and the binary of a call, addresses aside."""
+    shapes = [
+        (a.shape, a.stride(), a.dtype, a.get_device()) if isinstance(a, Tensor) else a
+        for a in args
+    ]
+    if torch.is_grad_enabled():
+        # The checks refuse a call that needs a gradient, so such a key is never remembered.
+        shapes.append(any(isinstance(a, Tensor) and a.requires_grad for a in args))
+    return name, os.environ.get("DSV32_OPS_SOFT_FP8"), *shapes
+
+
+def find_shortcut(key: Any) -> Shortcut | None:
+    return None if platform.check_device_data() else _shortcuts.get(key)
+
+
+def remember(
+    key: Any, compiled: Any, kernel: Any, grid: Grid, tensors: Mapping[str, Any],
+    args: tuple[Any, ...], constants: Mapping[str, Any], device: torch.device,
+) -> None:  # fmt: skip
+    """Keep a shortcut for calls like the one just launched, if everything about it is known.
+
+    `tensors` are the call's arguments and outputs in their order; a pointer argument of the kernel
+    is named after one of them. Names, not identities: two arguments may be one tensor in this call
+    and two in the next.
+    """
+    if compiled is None or device.index is None or not _known_launcher(compiled):
+        return
+    order = list(tensors)
+    values, sources = [*args, *constants.values()], []
+    for slot, arg in enumerate(args):
+        if isinstance(arg, Tensor):
+            param = kernel.params[slot]
+            name = param.name.removesuffix("_ptr")
+            if name == "indexer_slot_mapping" and tensors[name] is None:
+                name = "slot_mapping"
+            mask = 0 if param.do_not_specialize_on_alignment else 15
+            if tensors.get(name) is not arg or arg.data_ptr() & mask:
+                return
+            sources.append((slot, order.index(name), mask))
+            values[slot] = 0
+    if len(_shortcuts) >= MAX_SHORTCUTS:
+        _shortcuts.clear()
+    _shortcuts[key] = Shortcut(compiled, grid, values, sources, device.index)
+
+
+def _known_launcher(compiled: Any) -> bool:
+    """Whether this Triton starts a compiled kernel as `Shortcut` does; 3.6 and 3.7 do."""
+    if torch.version.hip is not None or not hasattr(torch._C, "_cuda_getCurrentRawStream"):
+        return False
+    if not all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):
+        return False
+    try:
+        names = list(inspect.signature(compiled.run).parameters)
+    except (TypeError, ValueError):
+        return False
+    leading = ["gridX", "gridY", "gridZ", "stream", "function"]
+    hooked = ["kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook"]
+    return names in ([*leading, "args"], [*leading, *hooked, "args"])
+
+
+def _launch_hooks() -> bool:
+    """Whether a profiler listens to launches: it wants Triton's own path."""
+    runtime = triton.knobs.runtime
+    return any(
+        getattr(hook, "calls", hook)
+        for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook)
+    )

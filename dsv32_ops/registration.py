@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,26 +22,36 @@ def register(
     cpu: Callable[..., Any],
     fake: Callable[..., Any],
 ) -> None:
-    """Define `dsv32::name` through `torch.library.custom_op`, then take the wrappers off its path.
-
-    custom_op puts Python under the ADInplaceOrView and Autograd keys. There, a call that leaves a
-    trailing mutated default out raises IndexError on torch 2.11 and costs 160 us on 2.13, where it
-    takes 10 us without. The kernels refuse gradients themselves, and no version counter of a cache
-    is bumped: nothing differentiable may hold one.
-    """
+    """Define `dsv32::name` through `torch.library.custom_op`."""
     qualified = f"{NAMESPACE}::{name}"
     op = torch.library.custom_op(
         qualified, cuda, mutates_args=mutates, schema=schema, device_types="cuda"
     )
     op.register_kernel("cpu")(cpu)
     op.register_fake(fake)
+    _replace(name, {**_NO_WRAPPERS, "CUDA": cuda, "CPU": cpu})
+
+
+# custom_op and triton_op put Python under these keys. There, a call that leaves a trailing mutated
+# default out raises IndexError on torch 2.11 and costs 160 us on 2.13, where it takes 10 us
+# without. The kernels refuse gradients themselves, and no version counter of a cache is bumped:
+# nothing differentiable may hold one.
+_NO_WRAPPERS = dict.fromkeys(("ADInplaceOrView", "Autograd"), torch.library.fallthrough_kernel)
+
+
+def _replace(name: str, kernels: Mapping[str, Callable[..., Any]]) -> None:
+    """Put kernels under dispatch keys of `dsv32::name` that have one already."""
     with warnings.catch_warnings():
         # torch warns that a kernel is overridden, which is the purpose here.
         warnings.simplefilter("ignore", UserWarning)
-        for key in ("ADInplaceOrView", "Autograd"):
-            _library.impl(name, torch.library.fallthrough_kernel, key, allow_override=True)
-        _library.impl(name, cuda, "CUDA", allow_override=True)
-        _library.impl(name, cpu, "CPU", allow_override=True)
+        for key, kernel in kernels.items():
+            _library.impl(name, kernel, key, allow_override=True)
+
+
+def argument_names(name: str) -> list[str]:
+    """The arguments of a registered op in the order of its schema."""
+    op = getattr(getattr(torch.ops, NAMESPACE), name).default
+    return [argument.name for argument in op._schema.arguments]
 
 
 def register_with_out(
@@ -97,3 +107,4 @@ def register_traced(
     )
     op = torch.library.triton_op(f"{NAMESPACE}::{name}_triton", traced, mutates_args=mutates)
     op.register_kernel("cpu")(cpu)
+    _replace(f"{name}_triton", _NO_WRAPPERS)

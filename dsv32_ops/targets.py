@@ -1,11 +1,21 @@
-"""Cross-compilation: every kernel and mode, for GPUs that need not be present."""
+"""Cross-compilation: every kernel and mode, for GPUs that need not be present.
+
+Triton compiles for any GPU on any machine. What a compile shows (registers, spills, the width of
+global accesses, fp64, 64-bit addresses, launch dependencies) is read from its intermediate and
+machine code: `faults` lists what is not as it must be, `print_matrix` shows all of it.
+"""
 
 from __future__ import annotations
 
+import argparse
+import math
+import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -58,17 +68,27 @@ class Case:
 
 @dataclass(frozen=True)
 class Report:
-    """What the machine code of a case shows.
+    """What the code of a compiled case shows.
 
-    `registers` counts per thread (VGPRs on HIP); `spilled` is the bytes of local memory; `wide`
-    the number of 16-byte global accesses; `fp64` arithmetic and `waits` (griddepcontrol) likewise.
+    registers: per thread (VGPRs on HIP). spilled: bytes of local memory. accesses: how many global
+    loads and stores a thread makes, by their width in bytes. possible: the same, if each were as
+    wide as its size and the number of threads allow, 16 bytes at most. fp64: double-precision
+    instructions. dependencies: the griddepcontrol instructions, in order. narrow_offsets: lines of
+    the Triton IR that multiply a token, head or slot index in 32 bits or offset a pointer by one.
     """
 
     registers: int
     spilled: int
-    wide: int
+    accesses: Counter[int]
+    possible: Counter[int]
     fp64: int
-    waits: int
+    dependencies: tuple[str, ...]
+    narrow_offsets: tuple[str, ...]
+
+    @property
+    def wide(self) -> int:
+        """16-byte accesses."""
+        return self.accesses[16]
 
 
 def cases() -> Iterator[Case]:
@@ -79,7 +99,7 @@ def cases() -> Iterator[Case]:
     glm = models.PRESETS["glm-5"]
     for mode in layouts.MLA_MODES:
         yield _norm_rope_case(mode, testing.norm_rope_inputs(v32, 2, mode=mode, table_rows=8))
-    extras = {
+    extras: dict[str, dict[str, Any]] = {
         "ue8m0x4": {"index_scale_format": "ue8m0x4"},
         "shuffled": {"indexer_cache_shuffled": True},
         "no fill": {"fill_topk": False},
@@ -145,8 +165,7 @@ def for_target(case: Case, target: GPUTarget, pdl: bool = False) -> Case:
         limits = {"INDEX_LIMIT": scaled, "MQA_LIMIT": unscaled,
                   "MLA_LIMIT": scaled if tiles else unscaled}  # fmt: skip
         constants.update({name: v for name, v in limits.items() if name in constants})
-        no_e4m3 = target.backend == "cuda" and int(target.arch) < 89
-        soft = fnuz or no_e4m3
+        soft = target.backend == "hip" or int(target.arch) < 89
         constants.update(FNUZ=fnuz, SOFT=soft)
         args = tuple(launch.as_codes(a, soft) if isinstance(a, Tensor) else a for a in args)
     return replace(case, args=args, constants=constants)
@@ -184,26 +203,131 @@ def _divisible(param: Any, arg: Any) -> bool:
     return isinstance(arg, int) and not param.do_not_specialize and arg % 16 == 0
 
 
-def report(compiled: Any, target: GPUTarget) -> Report:
+def report(case: Case, compiled: Any, target: GPUTarget) -> Report:
+    ttir = compiled.asm["ttir"]
+    possible = possible_accesses(ttir, case.num_warps * target.warp_size)
+    offsets = tuple(narrow_offsets(ttir))
     if target.backend == "hip":
         code = compiled.asm["amdgcn"]
         return Report(
             registers=_number(r"\.vgpr_count:\s+(\d+)", code),
-            spilled=4 * (_number(r"\.vgpr_spill_count:\s+(\d+)", code)
-                         + _number(r"\.sgpr_spill_count:\s+(\d+)", code)),
-            wide=len(re.findall(r"(?:global|buffer)_(?:load|store)_(?:dwordx4|b128)", code)),
-            fp64=len(re.findall(r"\bv_\w+_f64", code)),
-            waits=0,
-        )  # fmt: skip
+            spilled=_number(r"\.private_segment_fixed_size:\s+(\d+)", code)
+            + 4 * _number(r"\.[vs]gpr_spill_count:\s+(\d+)", code),
+            accesses=_hip_accesses(code),
+            possible=possible,
+            fp64=len(re.findall(r"\bv_\w*f64", code)),
+            dependencies=tuple(re.findall(r"griddepcontrol\.(\w+)", code)),
+            narrow_offsets=offsets,
+        )
     ptx = compiled.asm["ptx"]
     usage = _resource_usage(compiled.asm["cubin"])
     return Report(
         registers=_number(r"REG:(\d+)", usage),
-        spilled=_number(r"STACK:(\d+)", usage) + _number(r"LOCAL:(\d+)", usage),
-        wide=len(re.findall(r"(?:ld|st)\.global[\w.:]*\.v(?:4\.b32|2\.b64)", ptx)),
-        fp64=len(re.findall(r"\b(?:add|sub|mul|fma|div|cvt)\S*\.f64", ptx)),
-        waits=ptx.count("griddepcontrol"),
+        spilled=_number(r"(?:STACK|LOCAL):(\d+)", usage),
+        accesses=_ptx_accesses(ptx),
+        possible=possible,
+        fp64=len(re.findall(r"^(?!\s*\.reg).*\.f64", ptx, re.MULTILINE)),
+        dependencies=tuple(re.findall(r"griddepcontrol\.(\w+)", ptx)),
+        narrow_offsets=offsets,
     )
+
+
+def faults(result: Report, target: GPUTarget, pdl: bool) -> list[str]:
+    """What the report of a kernel at model sizes must not show."""
+    found = []
+    if result.spilled:
+        found.append(f"{result.spilled} bytes spilled")
+    if result.fp64:
+        found.append(f"{result.fp64} fp64 instructions")
+    # LLVM's AMD backend merges the equal stores of two branches, so fewer remain there.
+    if target.backend == "cuda" and result.wide < result.possible[16]:
+        found.append(f"{result.wide} of {result.possible[16]} accesses are 16 bytes wide")
+    narrow, allowed = (c.total() - c[16] for c in (result.accesses, result.possible))
+    if narrow > allowed:
+        found.append(f"{narrow} accesses are narrower than 16 bytes, {allowed} must be")
+    if result.dependencies != (("wait", "launch_dependents") if pdl else ()):
+        found.append(f"griddepcontrol {', '.join(result.dependencies) or 'absent'}")
+    found += [f"32-bit offset: {line}" for line in result.narrow_offsets]
+    return found
+
+
+_BYTES = {"i1": 1, "i8": 1, "i16": 2, "f16": 2, "bf16": 2, "i32": 4, "f32": 4, "i64": 8, "f64": 8}
+_ACCESS = re.compile(r"tt\.(?:load|store) .* : (?:tensor<([\dx]+)x)?!tt\.ptr<(\w+)>")
+
+
+def possible_accesses(ttir: str, threads: int) -> Counter[int]:
+    """Global accesses per thread by width, were each as wide as its size and `threads` allow."""
+    found: Counter[int] = Counter()
+    for shape, element in _ACCESS.findall(ttir):
+        size = _BYTES[element]
+        elements = math.prod(map(int, shape.split("x"))) if shape else 1
+        per_thread = max(elements * size // threads, size)
+        width = min(per_thread, 16)
+        found[width] += per_thread // width
+    return found
+
+
+def _ptx_accesses(ptx: str) -> Counter[int]:
+    found: Counter[int] = Counter()
+    for vector, bits in re.findall(r"(?:ld|st)\.global[\w.:]*?(?:\.v(\d))?\.b(\d+)\b", ptx):
+        nbytes = int(vector or 1) * int(bits) // 8
+        found[min(nbytes, 16)] += max(nbytes // 16, 1)
+    return found
+
+
+_HIP_BYTES = {"byte": 1, "short": 2, "dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16,
+              "8": 1, "16": 2, "32": 4, "64": 8, "96": 12, "128": 16}  # fmt: skip
+
+
+def _hip_accesses(code: str) -> Counter[int]:
+    access = r"\s(?:global|buffer|flat)_(?:load|store)_(?:d16_)?(?:hi_)?[a-z]*?"
+    widths = re.findall(access + r"(byte|short|dword\w*|\d+)\b", code)
+    return Counter(_HIP_BYTES[width] for width in widths)
+
+
+def narrow_offsets(ttir: str) -> Iterator[str]:
+    """Lines that multiply a data-dependent index in 32 bits or offset a pointer by a 32-bit one.
+
+    Data-dependent are program ids, integer arguments, loaded integers, and what is computed from
+    them; a comparison ends that. Constants and lane numbers may be 32-bit: the model bounds them.
+    """
+    dependent = set(re.findall(r"(%\w+): i(?:32|64)\b", _line_with("tt.func public", ttir)))
+    regions: list[str] = []
+    for line in ttir.splitlines():
+        opens, closes = line.endswith("{"), line.lstrip().startswith("}")
+        line = re.sub(r" loc\(.*", "", line.strip())
+        result, _, operation = line.rpartition(" = ")
+        operands = re.findall(r"%\w+", operation)
+        touched = not dependent.isdisjoint(operands)
+        kind = operation.split(" ", 1)[0]
+        if touched and _is_narrow(kind, operation, operands, dependent):
+            yield line
+        name = result.partition(":")[0]
+        if kind == "scf.yield" and touched and regions[-1]:
+            dependent.add(regions[-1])
+        elif name:
+            loaded = kind == "tt.load" and re.search(r"tt\.ptr<i\d+>", operation)
+            through = touched and kind not in ("arith.cmpi", "tt.load")
+            if kind.startswith("tt.get_") or loaded or through:
+                dependent.add(name)
+            else:
+                dependent.discard(name)
+        if closes and not opens:
+            regions.pop()
+        if opens and not closes:
+            regions.append(name)
+
+
+def _is_narrow(kind: str, operation: str, operands: list[str], dependent: set[str]) -> bool:
+    if kind in ("arith.muli", "arith.shli"):
+        return re.search(r": (?:tensor<[\dx]+x)?i(?:8|16|32)\b", operation) is not None
+    if kind == "tt.addptr" and operands[1] in dependent:
+        return re.search(r", (?:tensor<[\dx]+x)?i(?:8|16|32)>?$", operation) is not None
+    return False
+
+
+def _line_with(text: str, ttir: str) -> str:
+    return next(line for line in ttir.splitlines() if text in line)
 
 
 def _resource_usage(cubin: bytes) -> str:
@@ -216,5 +340,70 @@ def _resource_usage(cubin: bytes) -> str:
 
 
 def _number(pattern: str, text: str) -> int:
-    found = re.search(pattern, text)
-    return int(found.group(1)) if found else 0
+    """Sum of the numbers that a pattern finds."""
+    return sum(map(int, re.findall(pattern, text)))
+
+
+def examine(jobs: Iterable[tuple[Case, str, bool]]) -> Iterator[Report | Exception]:
+    """Reports, in order, of (case, target name, pdl); the exception where a compile fails."""
+
+    def one(job: tuple[Case, str, bool]) -> Report | Exception:
+        case, name, pdl = job
+        target = TARGETS[name]
+        case = for_target(case, target, pdl)
+        try:
+            return report(case, compile_case(case, target), target)
+        except Exception as error:
+            return error
+
+    # LLVM and ptxas run without the interpreter lock.
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield from pool.map(one, jobs)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--targets",
+        metavar="NAME[,NAME...]",
+        help=f"some of {', '.join(TARGETS)} (default: all)",
+    )
+    parser.add_argument("--match", default="", metavar="TEXT", help="only cases with TEXT in them")
+
+
+def run(options: argparse.Namespace) -> int:
+    """The command `targets`: 0 if every kernel compiles without faults, else 1."""
+    names = options.targets.split(",") if options.targets else list(TARGETS)
+    for name in names:
+        if name not in TARGETS:
+            raise ValueError(f"targets: expected some of {', '.join(TARGETS)}, got {name!r}")
+    selected = [case for case in cases() if options.match in case.name]
+    if not selected:
+        raise ValueError(f"match: no case has {options.match!r} in its name")
+    return print_matrix(selected, names)
+
+
+def print_matrix(selected: Sequence[Case], names: Sequence[str]) -> int:
+    """Print `registers/spilled bytes/16-byte accesses` of every case on every target, then faults.
+
+    Returns 1 if a case does not compile or has a fault, else 0.
+    """
+    width = max(len(case.name) for case in selected)
+    print("registers / bytes spilled / 16-byte global accesses, per thread")
+    print(f"{'kernel and mode':{width}}", *(f"{name:>11}" for name in names), sep="  ")
+    jobs = [(case, name, False) for case in selected for name in names]
+    reports = examine(jobs)
+    wrong = []
+    for case in selected:
+        cells = []
+        for name in names:
+            result = next(reports)
+            if isinstance(result, Exception):
+                found, cell = [f"{type(result).__name__}: {result}"], "error"
+            else:
+                found = faults(result, TARGETS[name], pdl=False)
+                cell = f"{result.registers}/{result.spilled}/{result.wide}"
+            wrong += [f"{case.name}, {name}: {fault}" for fault in found]
+            cells.append(f"{cell + '!' * bool(found):>11}")
+        print(f"{case.name:{width}}", *cells, sep="  ", flush=True)
+    print(*wrong, sep="\n", end="\n" * bool(wrong))
+    return int(bool(wrong))

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 POISON_BYTE = 0xA5
 
 _BOUNDARY = (65_534, 65_535, 65_536, 65_537, 65_538, 131_069, 131_070, 131_071)
-# Prime, so that no row length divides it.
 _POOL_SIZE = 1_048_583
 
 
@@ -40,7 +39,7 @@ def token_counts(max_value: int = 2**31 - 1) -> SearchStrategy[int]:
     # Separate objects: one_of counts a strategy that it is given twice only once.
     kinds = [st.sampled_from(near) if near else small for _ in range(5)]
     kinds += [
-        st.sampled_from([count for count in (0, 1, max_value - 1, max_value) if count >= 0]),
+        st.sampled_from(sorted({0, min(1, max_value), max(max_value - 1, 0), max_value})),
         small,
         st.integers(0, max_value // 16).map(lambda n: 16 * n),
         st.integers(0, (max_value - 1) // 2).map(lambda n: 2 * n + 1) if max_value else small,
@@ -457,17 +456,14 @@ class _Maker:
         return out.mul_(factors.view(-1, *[1] * (len(shape) - row_dim - 1)))
 
     def _normal(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        # At 10 ns a value, a billion draws would take longer than the op: a large tensor is made
-        # of random windows of one pool. Its rows still differ.
+        # At 10 ns a value, a billion draws would take longer than the op: a large tensor repeats a
+        # pool. Its size is prime, so that the first million rows of any length still differ.
         out = torch.empty(shape, dtype=dtype, device=self.device)
         flat = out.view(-1)
-        size = min(flat.numel(), _POOL_SIZE)
-        pool = torch.randn(size, generator=self.generator).to(self.device, dtype).repeat(2)
-        starts = range(0, flat.numel(), _POOL_SIZE)
-        shifts = torch.randint(0, max(size, 1), (len(starts),), generator=self.generator).tolist()
-        for start, shift in zip(starts, shifts, strict=True):
-            piece = flat[start : start + _POOL_SIZE]
-            piece.copy_(pool[shift : shift + piece.numel()])
+        pool = torch.randn(min(flat.numel(), _POOL_SIZE), generator=self.generator)
+        pool = pool.to(self.device, dtype)
+        for piece in flat.split(_POOL_SIZE):
+            piece.copy_(pool[: piece.numel()])
         return out
 
     def weight(self, size: int, dtype: torch.dtype, mean: float = 1.0) -> torch.Tensor:

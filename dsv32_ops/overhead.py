@@ -1,0 +1,121 @@
+"""Where the host time of an eager call goes: dispatcher, allocation, checks, launch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import checks, launch, models, testing
+from .bench.timing import host_time
+from .ops import norm_rope, query
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of the call (default 64)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def run(options: argparse.Namespace) -> int:
+    device = torch.device(options.device)
+    config = models.PRESETS["deepseek-v3.2"]
+    rows = {
+        "fused_norm_rope": _norm_rope(
+            testing.norm_rope_inputs(config, options.tokens, device=device), device
+        ),
+        "fused_q": _query(testing.q_inputs(config, options.tokens, 16, device=device), device),
+    }
+    if options.json:
+        print(json.dumps({"device": str(device), "us": rows}, indent=1))
+        return 0
+    names = list(next(iter(rows.values())))
+    print(f"{'host time, us':44}" + "".join(f"{op:>18}" for op in rows))
+    for name in names:
+        print(f"{name:44}" + "".join(f"{us[name]:18.1f}" for us in rows.values()))
+    return 0
+
+
+def _norm_rope(inputs: dict[str, Any], device: torch.device) -> dict[str, float]:
+    op = torch.ops.dsv32.fused_norm_rope
+    values = _positional(op, inputs)
+    out = norm_rope._empty_output(inputs["q_c"])
+
+    def prepare() -> tuple[Any, ...]:
+        args, constants = norm_rope.prepare(*values, q_c_out=out, pdl=launch.use_pdl(device))
+        return launch.norm_rope_grid(num_tokens), args, constants
+
+    num_tokens = inputs["q_c"].shape[0]
+    return _breakdown(
+        op, inputs, values, device,
+        check=lambda: checks.norm_rope(*values),
+        prepare=prepare,
+        allocate=lambda: norm_rope._empty_output(inputs["q_c"]),
+        kernel=norm_rope.norm_rope_kernel,
+        num_warps=launch.NORM_ROPE_WARPS,
+        result=out,
+    )  # fmt: skip
+
+
+def _query(inputs: dict[str, Any], device: torch.device) -> dict[str, float]:
+    op = torch.ops.dsv32.fused_q
+    values = _positional(op, inputs)
+    outputs = query._outputs(*values)
+    return _breakdown(
+        op, inputs, values, device,
+        check=lambda: checks.query(*values),
+        prepare=lambda: query.prepare(*values, outputs=outputs, pdl=launch.use_pdl(device)),
+        allocate=lambda: query._outputs(*values),
+        kernel=query.query_kernel,
+        num_warps=launch.QUERY_WARPS,
+        result=outputs,
+    )  # fmt: skip
+
+
+def _breakdown(
+    op: Any, inputs: dict[str, Any], values: tuple[Any, ...], device: torch.device, *,
+    check: Callable[[], Any], prepare: Callable[[], tuple[Any, ...]],
+    allocate: Callable[[], Any], kernel: Any, num_warps: int, result: Any,
+) -> dict[str, float]:  # fmt: skip
+    """Each part on its own, then whole calls. On a CPU a whole call is mostly the computation."""
+    grid, args, constants = prepare()
+    rows = {
+        "dispatcher (a kernel that does nothing)": host_time(
+            _dispatch_only(op, values, result), device
+        ),
+        "allocation of the outputs": host_time(allocate, device),
+        "key of the shortcut": host_time(lambda: launch.signature("", values), device),
+        "first call of its kind: checks": host_time(check, device),
+        "first call of its kind: preparation": host_time(prepare, device),
+    }
+    if device.type == "cuda":
+        rows["first call of its kind: Triton's launch"] = host_time(
+            lambda: launch.launch(kernel, grid, args, constants, device, num_warps), device
+        )
+    rows["whole call, keywords"] = host_time(lambda: op(**inputs), device)
+    rows["whole call, positional"] = host_time(lambda: op(*values), device)
+    return rows
+
+
+def _positional(op: Any, inputs: dict[str, Any]) -> tuple[Any, ...]:
+    arguments = op.default._schema.arguments
+    return tuple(inputs.get(a.name, a.default_value) for a in arguments)
+
+
+def _dispatch_only(op: Any, values: tuple[Any, ...], result: Any) -> Callable[[], Any]:
+    """A call of an op with the same schema whose kernel returns at once."""
+    schema = op.default._schema
+    name = f"{schema.name.split('::')[1]}_dispatch_only"
+    scratch = torch.library.Library("dsv32_overhead", "FRAGMENT")
+    scratch.define(f"{name}{str(schema).removeprefix(schema.name)}")
+    for key in ("CPU", "CUDA"):
+        scratch.impl(name, lambda *args: result, key)
+    call = getattr(torch.ops.dsv32_overhead, name)
+
+    def dispatch(keep: Any = scratch) -> Any:
+        return call(*values)
+
+    return dispatch
