@@ -125,7 +125,7 @@ def call_of(variant: Variant, inputs: dict[str, Any]) -> tuple[Callable[[], Any]
         values = dict(inputs)
         positions, ids = values.pop("positions"), values.pop("input_ids", None)
         grid, args, constants, _ = mtp.prepare_eh(
-            positions, ids, *values.values(), outputs[0], pdl=pdl
+            positions, ids, *values.values(), out=outputs[0], pdl=pdl
         )
         kernel = eh_norm_kernel
     constants = {**constants, **dict(variant.constants)}

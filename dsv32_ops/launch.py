@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,6 +84,19 @@ def largest_step(itemsize: int, stride: int, dim: int) -> int:
     """
     step = 16 // itemsize
     return step if dim % step == 0 and stride % step == 0 else 1
+
+
+def cached(function: Callable[..., Any]) -> Callable[..., Any]:
+    """functools.cache of a function of model sizes; symbolic ones, as in a trace, become fixed."""
+    call = functools.cache(function)
+
+    @functools.wraps(function)
+    def fixed(*args: Any) -> Any:
+        if any(isinstance(arg, torch.SymInt) for arg in args):
+            args = tuple(int(arg) if isinstance(arg, torch.SymInt) else arg for arg in args)
+        return call(*args)
+
+    return fixed
 
 
 def as_codes(t: Tensor, soft: bool) -> Tensor:
@@ -190,7 +203,8 @@ def remember(
             if name == "indexer_slot_mapping" and tensors[name] is None:
                 name = "slot_mapping"
             mask = 0 if param.do_not_specialize_on_alignment else 15
-            if tensors.get(name) is not arg or arg.data_ptr() & mask:
+            address = arg.data_ptr()
+            if tensors.get(name) is not arg or address & mask:
                 return
             sources.append((slot, order.index(name), mask))
             values[slot] = 0

@@ -389,9 +389,10 @@ def fused_embed_norm(
 ) -> tuple[Tensor, Tensor]:
     """`residual = embed_table[ids]`, `normed = rms_norm(residual)`.
 
-    input_ids [N] int, clamped into the table; embed_table [V, D]; norm_weight [D]. Returns the
+    input_ids [N] or [batch, length] int, clamped into the table; embed_table [V, D]; norm_weight [D]. Returns the
     outs, or new packed [N, D] of the table's dtype: (residual, normed).
     """
+    input_ids = input_ids.reshape(-1)
     shape = (input_ids.shape[0], embed_table.shape[1])
     if residual_out is None:
         residual_out = embed_table.new_empty(shape)
@@ -418,9 +419,10 @@ def fused_embed_eh_norm(
 ) -> Tensor:
     """`fused_eh_norm` of `embed_table[input_ids]`, without the embeddings in memory.
 
-    input_ids [N] int, clamped into the table; embed_table [V, D]; the rest as in
+    input_ids [N] or [batch, length] int, clamped into the table; embed_table [V, D]; the rest as in
     `fused_eh_norm`. Returns out, or a new packed [N, 2 D] of the table's dtype.
     """
+    input_ids = input_ids.reshape(-1)
     num_tokens, hidden = input_ids.shape[0], embed_table.shape[1]
     if out is None:
         out = embed_table.new_empty((num_tokens, 2 * hidden))

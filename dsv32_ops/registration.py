@@ -105,6 +105,6 @@ def register_traced(
     traced.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=positional, return_annotation=returns
     )
-    op = torch.library.triton_op(f"{NAMESPACE}::{name}_triton", traced, mutates_args=mutates)
+    op: Any = torch.library.triton_op(f"{NAMESPACE}::{name}_triton", traced, mutates_args=mutates)
     op.register_kernel("cpu")(cpu)
     _replace(f"{name}_triton", _NO_WRAPPERS)

@@ -145,7 +145,7 @@ def _mtp_cases(hidden: int) -> Iterator[Case]:
     weight, out = rows[0], torch.empty(2, 2 * hidden, dtype=torch.bfloat16)
     for name, input_ids in (("fused_eh_norm", None), ("fused_embed_eh_norm", ids)):
         _, args, constants, warps = mtp.prepare_eh(
-            ids, input_ids, rows, rows, weight, weight, 1e-6, out, pdl=False
+            ids, input_ids, rows, rows, weight, weight, 1e-6, out=out, pdl=False
         )
         yield Case(f"{name} {hidden}", eh_norm_kernel, args, constants, warps)
     _, args, constants, warps = mtp.prepare_embed(ids, rows, weight, 1e-6, rows, rows, pdl=False)

@@ -118,7 +118,7 @@ def make_batch(
     return batch
 
 
-def state(layers: Layers) -> dict[str, Tensor]:
+def state(layers: torch.nn.Module) -> dict[str, Tensor]:
     """Copies of everything that a step writes."""
     written = {name: getattr(layers, name) for name in ("topk", "mla_cache", "index_cache")}
     return {name: value.clone() for name, value in written.items() if value is not None}

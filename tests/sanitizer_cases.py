@@ -60,29 +60,28 @@ def query_calls() -> Iterator[dict[str, Any]]:
     yield testing.q_inputs(replace(SMALL, has_indexer=False), N, 5, device=DEVICE)
 
 
-def main() -> None:
-    count = 0
+def mtp_calls() -> Iterator[tuple[str, dict[str, Any]]]:
+    for config in (ODD, SMALL):
+        yield "fused_eh_norm", testing.eh_norm_inputs(config, N, device=DEVICE)
+        yield "fused_embed_norm", testing.embed_norm_inputs(config, N, device=DEVICE)
+        yield "fused_embed_eh_norm", testing.embed_eh_norm_inputs(config, N, device=DEVICE)
+
+
+def calls() -> Iterator[tuple[str, dict[str, Any]]]:
+    # Both codings of e4m3: the instruction, and integer arithmetic.
     for soft in ("0", "1"):
         os.environ["DSV32_OPS_SOFT_FP8"] = soft
-        calls = [(dsv32_ops.fused_norm_rope, call) for call in norm_rope_calls()]
-        calls += [(dsv32_ops.fused_q, call) for call in query_calls()]
-        if soft == "0":
-            for config in (ODD, SMALL):
-                calls += [
-                    (dsv32_ops.fused_eh_norm, testing.eh_norm_inputs(config, N, device=DEVICE)),
-                    (
-                        dsv32_ops.fused_embed_norm,
-                        testing.embed_norm_inputs(config, N, device=DEVICE),
-                    ),
-                    (
-                        dsv32_ops.fused_embed_eh_norm,
-                        testing.embed_eh_norm_inputs(config, N, device=DEVICE),
-                    ),
-                ]
-        for op, call in calls:
-            op(**call)
-            torch.cuda.synchronize()
-        count += len(calls)
+        yield from (("fused_norm_rope", call) for call in norm_rope_calls())
+        yield from (("fused_q", call) for call in query_calls())
+    yield from mtp_calls()
+
+
+def main() -> None:
+    count = 0
+    for op, call in calls():
+        getattr(dsv32_ops, op)(**call)
+        torch.cuda.synchronize()
+        count += 1
     print(f"{count} calls")
 
 

@@ -69,6 +69,7 @@ class Caches(NamedTuple):
     shuffled: bool = False
 
 
+DS_MLA = Caches("fp8_ds_mla")
 MLA_FORMATS = [
     Caches("auto"),
     Caches("auto", FP16),
@@ -79,7 +80,7 @@ MLA_FORMATS = [
     Caches("fp8_e4m3", fp8=FN),
     Caches("fp8", FP32, fp8=FNUZ),
     Caches("fp8_e4m3", fp8_dtype=FNUZ),
-    Caches("fp8_ds_mla"),
+    DS_MLA,
     Caches("fp8_ds_mla", FP16, fp8=FN),
     Caches("fp8_ds_mla", fp8=FNUZ),
     Caches("nvfp4_ds_mla"),
@@ -104,7 +105,7 @@ class Call:
         config: ModelConfig,
         num_tokens: int,
         device: str,
-        formats: Caches = Caches("fp8_ds_mla"),  # noqa: B008
+        formats: Caches = DS_MLA,
         *,
         block_size: int = 16,
         index_block_size: int | None = None,
@@ -311,7 +312,7 @@ def assert_same(
 @device_cases(
     "case",
     [
-        (V32, Caches("fp8_ds_mla")),
+        (V32, DS_MLA),
         (V32, Caches("auto", FP16)),
         (V32, Caches("fp8", FP32)),
         (GLM, Caches("auto")),
@@ -729,7 +730,7 @@ def test_a_row_of_448_times_a_power_of_two_has_that_power_as_its_scale(device, f
     """And one ulp more has the next. The LayerNorm's bias makes the row, cos = 1 keeps it."""
     limit = 448.0 if fp8 is None else 224.0
     call = Call(SMALL, 5, device, Caches("fp8_ds_mla", fp8=fp8))
-    make_exact(call, np.random.default_rng(0), Caches("fp8_ds_mla"))
+    make_exact(call, np.random.default_rng(0), DS_MLA)
     call.inputs["rope_cos_sin"][:, :32], call.inputs["rope_cos_sin"][:, 32:] = 1.0, 0.0
     call.inputs["index_rope_cos_sin"] = call.inputs["rope_cos_sin"]
     call.inputs["slot_mapping"] = torch.arange(5, device=device)
@@ -834,7 +835,7 @@ def test_a_non_finite_row_changes_no_other_row(device, formats):
 # Properties
 
 
-@device_cases("formats", GPU_FORMATS, gpu=[Caches("fp8_ds_mla"), GPU_FORMATS[2]])
+@device_cases("formats", GPU_FORMATS, gpu=[DS_MLA, GPU_FORMATS[2]])
 def test_any_split_of_the_batch_gives_the_same_bytes(device, formats):
     """On a GPU the whole is past the limit of the split grid, the pieces are not."""
     num_tokens = 301 if device == "cpu" else launch.NORM_ROPE_SPLIT_TOKENS + 301
@@ -874,7 +875,7 @@ def test_two_runs_give_the_same_bytes(device):
 
 @device_cases("num_tokens", [0, 1, 5])
 def test_the_fake_kernel_gives_the_real_output(device, num_tokens):
-    for formats in (Caches("fp8_ds_mla"), Caches("auto", FP32)):
+    for formats in (DS_MLA, Caches("auto", FP32)):
         inputs = Call(SMALL, num_tokens, device, formats).inputs
         assert_like_fake(dsv32_ops.fused_norm_rope, inputs)
 
@@ -950,7 +951,7 @@ def assert_unbiased(share: float) -> None:
     assert abs(share - 0.5) < 0.02
 
 
-@device_cases("formats", [Caches("fp8_ds_mla"), GPU_FORMATS[6]])
+@device_cases("formats", [DS_MLA, GPU_FORMATS[6]])
 def test_codes_and_outs_round_to_nearest_without_bias(device, formats):
     num_tokens = 400
     call = Call(SMALL, num_tokens, device, formats)

@@ -29,7 +29,7 @@ from dsv32_ops.testing import POISON_BYTE, poison, same_bytes
 GUARD = 4096
 V32 = PRESETS["deepseek-v3.2"]
 INT32_MAX, INT32_MIN = 2**31 - 1, -(2**31)
-INDEX_FORMATS = {
+INDEX_FORMATS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "ue8m0x4": {"index_scale_format": "ue8m0x4"},
     "shuffled": {"indexer_cache_shuffled": True},
@@ -120,7 +120,7 @@ def canaried(mode: str, index_format: str, num_tokens: int, device: str, **more:
         mla_layout_of(inputs), 3, 5, guard=GUARD, block_gap=64, entry_gap=16, device=device
     )
     inputs["indexer_k_cache"], inputs["index buffer"] = testing.canary_cache(
-        index_layout_of(inputs), 2, 16, guard=GUARD, block_gap=48, device=device
+        index_layout_of(inputs), 2, 32, guard=GUARD, block_gap=48, device=device
     )
     return inputs
 
@@ -133,7 +133,7 @@ def arguments(inputs: Inputs) -> Inputs:
     return {name: value for name, value in inputs.items() if " " not in name}
 
 
-# Dead slots: negative, and past a cache of 15 slots or of 32.
+# Dead slots: negative, and past a cache of 15 slots or of 64.
 NEGATIVE = {torch.int32: (-1, -16, INT32_MIN), torch.int64: (-1, -(2**40), -(2**63))}
 PAST = {torch.int32: (2**30, INT32_MAX), torch.int64: (2**40, 2**63 - 1)}
 
@@ -145,11 +145,11 @@ def slot_maps(dtype: torch.dtype, device: str, tokens: int = 19) -> tuple[Tensor
     on a CPU, so that it gets a negative one there.
     """
     a, b, c = NEGATIVE[dtype]
-    (y, z), past_mla, past_index = PAST[dtype], 15, 32
+    (y, z), past_mla, past_index = PAST[dtype], 15, 64
     if device == "cpu":
         y = z = past_mla = past_index = a
     mla = [14, 0, a, 7, b, 3, c, 9, y, z, past_mla, past_mla, 12, 1]
-    index = [31, a, 5, y, c, 17, 0, b, 30, z, past_index, 8, 16, 2, 3, 4, 6, 7, 9, 10, 11]
+    index = [63, a, 5, y, c, 49, 0, b, 31, z, past_index, 8, 16, 2, 3, 4, 6, 7, 9, 10, 11]
     assert len(mla) < tokens < len(index)
     maps = (torch.tensor(slots, dtype=dtype, device=device) for slots in (mla, index))
     return next(maps), next(maps)
@@ -179,9 +179,9 @@ BAD: dict[str, tuple[str, int, int, str, Inputs]] = {
     # argument: name in the text, row, value, what was expected
     "slot past the cache": ("slot_mapping", 2, 15, "a slot below 15", {}),
     "slot of 2^40": ("slot_mapping", 0, 2**40, "a slot below 15", {}),
-    "indexer slot past its cache": ("indexer_slot_mapping", 4, 32, "a slot below 32", {}),
+    "indexer slot past its cache": ("indexer_slot_mapping", 4, 64, "a slot below 64", {}),
     "slot past the indexer cache": (
-        "slot_mapping", 3, 32, "a slot below 32",
+        "slot_mapping", 3, 64, "a slot below 64",
         {"mla_kv_cache": None, "indexer_slot_mapping": None},
     ),
     "position past the tables": ("positions", 4, 97, "a row of a table of 97", {}),
@@ -211,8 +211,8 @@ def small_call(device: str) -> Inputs:
 
 def written(inputs: Inputs) -> dict[str, Tensor]:
     """Copies of all that the op writes, with the guard bytes around the caches."""
-    names = ("mla buffer", "index buffer", "topk_indices_buffer", "q_c_out")
-    names += ("kv_c_out", "k_pe_out", "index_k_out")
+    names = ["mla buffer", "index buffer", "topk_indices_buffer", "q_c_out"]
+    names += ["kv_c_out", "k_pe_out", "index_k_out"]
     return {name: inputs[name].clone() for name in names}
 
 
@@ -252,7 +252,7 @@ def test_padding_is_never_an_error(device, monkeypatch):
     checked(device, monkeypatch)
     inputs = small_call(device)
     inputs["slot_mapping"] = inputs["slot_mapping"][:4]
-    inputs["indexer_slot_mapping"] = torch.tensor([3, -(2**63), 4, 9, -1, 32, 2**40], device=device)
+    inputs["indexer_slot_mapping"] = torch.tensor([3, -(2**63), 4, 9, -1, 64, 2**40], device=device)
     inputs["positions"][1], inputs["positions"][4] = 2**40, -7
     run(inputs)
     assert (inputs["topk_indices_buffer"][:5] == -1).all()
@@ -273,13 +273,14 @@ def test_ids_outside_the_table_are_named(device, value, op, monkeypatch):
 
 def ids_call(op: str, device: str) -> tuple[Inputs, Inputs]:
     config = replace(SMALL, hidden_size=40)
-    make = testing.embed_norm_inputs
-    names, width = ("residual_out", "normed_out"), 40
-    if op == "fused_embed_eh_norm":
-        make, names, width = testing.embed_eh_norm_inputs, ("out",), 80
-    inputs = make(config, 6, vocab_rows=31, device=device)
-    outs = (poison(torch.empty(6, width, dtype=torch.bfloat16, device=device)) for _ in names)
-    return inputs, dict(zip(names, outs, strict=True))
+    if op == "fused_embed_norm":
+        inputs = testing.embed_norm_inputs(config, 6, vocab_rows=31, device=device)
+        widths = {"residual_out": 40, "normed_out": 40}
+    else:
+        inputs = testing.embed_eh_norm_inputs(config, 6, vocab_rows=31, device=device)
+        widths = {"out": 80}
+    outs = {name: torch.empty(6, width, dtype=torch.bfloat16) for name, width in widths.items()}
+    return inputs, {name: poison(out.to(device)) for name, out in outs.items()}
 
 
 @pytest.mark.parametrize("table", ["q_pe_cos_sin", "index_q_cos_sin"])
@@ -411,7 +412,7 @@ def test_int32_slots_reach_the_end_of_a_cache_beyond_2_to_the_31_elements(case):
             ]
         for part, expected in parts:
             assert same_bytes(part, expected)
-            poison(part)
+            part.view(torch.uint8).fill_(POISON_BYTE)
     assert not differs_anywhere(buffer)
 
 

@@ -32,7 +32,7 @@ def _embed_outputs(input_ids: Tensor, embed_table: Tensor) -> tuple[Tensor, Tens
 
 def prepare_eh(
     positions: Tensor, input_ids: Tensor | None, embeds: Tensor, previous_hidden: Tensor,
-    enorm_weight: Tensor, hnorm_weight: Tensor, eps: float, out: Tensor, *, pdl: bool,
+    enorm_weight: Tensor, hnorm_weight: Tensor, eps: float, *, out: Tensor, pdl: bool,
 ) -> tuple[Grid, tuple[Any, ...], dict[str, Any], int]:  # fmt: skip
     """Launch of both eh ops; without ids the embeddings are per token."""
     num_tokens, hidden = previous_hidden.shape
@@ -42,8 +42,9 @@ def prepare_eh(
         previous_hidden, previous_hidden.stride(0), enorm_weight, hnorm_weight, eps,
         out, out.stride(0),
     )  # fmt: skip
-    constants = {"DIM": hidden, "PDL": pdl}
-    return Grid(num_tokens, 2), args, constants, launch.norm_warps(hidden)
+    # A trace may have a symbolic size here; the kernel is compiled for one.
+    constants = {"DIM": int(hidden), "PDL": pdl}
+    return Grid(num_tokens, 2), args, constants, launch.norm_warps(constants["DIM"])
 
 
 def prepare_embed(
@@ -55,35 +56,41 @@ def prepare_embed(
         input_ids, embed_table, embed_table.stride(0), rows, norm_weight, eps,
         residual, residual.stride(0), normed, normed.stride(0),
     )  # fmt: skip
-    constants = {"DIM": hidden, "PDL": pdl}
-    return Grid(input_ids.shape[0], 1), args, constants, launch.norm_warps(hidden)
+    constants = {"DIM": int(hidden), "PDL": pdl}
+    return Grid(input_ids.shape[0], 1), args, constants, launch.norm_warps(constants["DIM"])
+
+
+def _per_token(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`prepare_eh`'s inputs from `fused_eh_norm`'s arguments."""
+    return args[0], None, *args[1:]
+
+
+def _gathered(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`prepare_eh`'s inputs from `fused_embed_eh_norm`'s arguments."""
+    return args[0], args[1].reshape(-1), *args[2:]
+
+
+def _launch_eh(inputs: tuple[Any, ...], out: Tensor | None) -> Tensor:
+    out = _eh_output(inputs[3]) if out is None else out
+    device = out.device
+    grid, kernel_args, constants, num_warps = prepare_eh(
+        *inputs, out=out, pdl=launch.use_pdl(device)
+    )
+    launch.launch(eh_norm_kernel, grid, kernel_args, constants, device, num_warps)
+    return out
 
 
 def _cuda_eh(*args: Any, out: Tensor | None = None) -> Tensor:
     checks.eh_norm(*args, out=out)
-    positions, embeds, previous_hidden, *rest = args
-    out = _eh_output(previous_hidden) if out is None else out
-    device = out.device
-    grid, kernel_args, constants, num_warps = prepare_eh(
-        positions, None, embeds, previous_hidden, *rest, out, pdl=launch.use_pdl(device)
-    )
-    launch.launch(eh_norm_kernel, grid, kernel_args, constants, device, num_warps)
-    return out
+    return _launch_eh(_per_token(args), out)
 
 
 def _cuda_embed_eh(*args: Any, out: Tensor | None = None) -> Tensor:
     checks.embed_eh_norm(*args, out=out)
-    positions, input_ids, embed_table, previous_hidden, *rest = args
-    input_ids = input_ids.reshape(-1)
+    inputs = _gathered(args)
     if platform.check_device_data():
-        checks.ids_in_range(input_ids, "input_ids", embed_table.shape[0])
-    out = _eh_output(previous_hidden) if out is None else out
-    device = out.device
-    grid, kernel_args, constants, num_warps = prepare_eh(
-        positions, input_ids, embed_table, previous_hidden, *rest, out, pdl=launch.use_pdl(device)
-    )
-    launch.launch(eh_norm_kernel, grid, kernel_args, constants, device, num_warps)
-    return out
+        checks.ids_in_range(inputs[1], "input_ids", inputs[2].shape[0])
+    return _launch_eh(inputs, out)
 
 
 def _cuda_embed(
@@ -109,15 +116,13 @@ def _cuda_embed(
 
 def _cpu_eh(*args: Any, out: Tensor | None = None) -> Tensor:
     checks.eh_norm(*args, out=out)
-    result = reference.fused_eh_norm(*args)
-    return result if out is None else out.copy_(result)
+    return reference.fused_eh_norm(*args, out=out)
 
 
 def _cpu_embed_eh(*args: Any, out: Tensor | None = None) -> Tensor:
     checks.embed_eh_norm(*args, out=out)
     checks.ids_in_range(args[1].reshape(-1), "input_ids", args[2].shape[0])
-    result = reference.fused_embed_eh_norm(*args)
-    return result if out is None else out.copy_(result)
+    return reference.fused_embed_eh_norm(*args, out=out)
 
 
 def _cpu_embed(
@@ -125,10 +130,7 @@ def _cpu_embed(
 ) -> tuple[Tensor, Tensor]:
     checks.embed_norm(*args, residual_out=residual_out, normed_out=normed_out)
     checks.ids_in_range(args[0].reshape(-1), "input_ids", args[1].shape[0])
-    residual, normed = reference.fused_embed_norm(*args)
-    if residual_out is None or normed_out is None:
-        return residual, normed
-    return residual_out.copy_(residual), normed_out.copy_(normed)
+    return reference.fused_embed_norm(*args, residual_out=residual_out, normed_out=normed_out)
 
 
 def _fake_eh(*args: Any, out: Tensor | None = None) -> Tensor:
@@ -162,13 +164,21 @@ register_with_out(
 )  # fmt: skip
 
 
+# Each spells wrap_triton out: torch's AOT cache looks for kernels in the op's own body only.
 def _traced_eh(*args: Any) -> Tensor:
     checks.eh_norm(*args)
-    positions, embeds, previous_hidden, *rest = args
-    out = _eh_output(previous_hidden)
-    grid, kernel_args, constants, num_warps = prepare_eh(
-        positions, None, embeds, previous_hidden, *rest, out, pdl=False
-    )
+    inputs = _per_token(args)
+    out = _eh_output(inputs[3])
+    grid, kernel_args, constants, num_warps = prepare_eh(*inputs, out=out, pdl=False)
+    wrap_triton(eh_norm_kernel)[grid.launch()](*kernel_args, **constants, num_warps=num_warps)
+    return out
+
+
+def _traced_embed_eh(*args: Any) -> Tensor:
+    checks.embed_eh_norm(*args)
+    inputs = _gathered(args)
+    out = _eh_output(inputs[3])
+    grid, kernel_args, constants, num_warps = prepare_eh(*inputs, out=out, pdl=False)
     wrap_triton(eh_norm_kernel)[grid.launch()](*kernel_args, **constants, num_warps=num_warps)
     return out
 
@@ -185,35 +195,12 @@ def _traced_embed(
     return residual, normed
 
 
-def _traced_embed_eh(*args: Any) -> Tensor:
-    checks.embed_eh_norm(*args)
-    positions, input_ids, embed_table, previous_hidden, *rest = args
-    out = _eh_output(previous_hidden)
-    grid, kernel_args, constants, num_warps = prepare_eh(
-        positions, input_ids.reshape(-1), embed_table, previous_hidden, *rest, out, pdl=False
-    )
-    wrap_triton(eh_norm_kernel)[grid.launch()](*kernel_args, **constants, num_warps=num_warps)
-    return out
-
-
 register_traced("fused_eh_norm", checks.eh_norm, Tensor, (), traced=_traced_eh, cpu=_cpu_eh)
-
-
 register_traced(
-    "fused_embed_norm",
-    checks.embed_norm,
-    tuple[Tensor, Tensor],
-    (),
-    traced=_traced_embed,
-    cpu=_cpu_embed,
-)
-
-
+    "fused_embed_norm", checks.embed_norm, tuple[Tensor, Tensor], (),
+    traced=_traced_embed, cpu=_cpu_embed,
+)  # fmt: skip
 register_traced(
-    "fused_embed_eh_norm",
-    checks.embed_eh_norm,
-    Tensor,
-    (),
-    traced=_traced_embed_eh,
-    cpu=_cpu_embed_eh,
-)
+    "fused_embed_eh_norm", checks.embed_eh_norm, Tensor, (),
+    traced=_traced_embed_eh, cpu=_cpu_embed_eh,
+)  # fmt: skip

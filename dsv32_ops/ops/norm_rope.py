@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ MUTATES = (
 )  # fmt: skip
 
 
-@functools.cache
+@launch.cached
 def _constants(
     q_dim: int, kv_dim: int, rope_dim: int,
     mode: str, mla_block_size: int,

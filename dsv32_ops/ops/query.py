@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ _OUTPUT_NAMES = ("index_q_fp8", "index_weights_out", "mqa_q")
 Outputs = tuple[Tensor, Tensor, Tensor]
 
 
-@functools.cache
+@launch.cached
 def _constants(
     heads: int, nope_dim: int, rope_dim: int, quantize: bool,
     index_heads: int, index_dim: int, index_rope_dim: int, interleaved: bool,
