@@ -61,24 +61,26 @@ class Variant:
 def variants(op: str) -> Iterator[Variant]:
     if op == "fused_norm_rope":
         for inputs in ("auto", "fp8_ds_mla", "auto no fill"):
-            for warps, tasks in itertools.product((1, 2), (1, 4)):
+            for warps, tasks in itertools.product((1, 2, 4), (1, 4)):
                 yield Variant(op, inputs, warps, tasks=tasks)
         yield Variant(op, "auto", 1, pdl=False, tasks=4)
         yield Variant(op, "auto", 1, pdl=False, tasks=1)
     elif op == "fused_q":
-        for heads in (16, 128):
-            for warps, tile, index_tile in itertools.product((1, 2, 4), (2, 4, 8), (16, 32)):
-                constants = (("TILE", tile), ("INDEX_TILE", index_tile))
-                yield Variant(op, f"H={heads} fp8", warps, constants=constants)
-        for warps, tile, index_tile in itertools.product((1, 2, 4), (16,), (8, 16, 32, 64)):
-            constants = (("TILE", tile), ("INDEX_TILE", index_tile))
-            yield Variant(op, "H=16 bf16", warps, constants=constants)
-        yield Variant(
-            op, "H=16 fp8", 4, pdl=False, constants=(("TILE", 16), ("INDEX_TILE", 32))
-        )
+        tiles = ((1, 8), (2, 16), (4, 32))
+        for inputs, heads in (("H=16 fp8", (2, 4, 8)), ("H=128 fp8", (2, 4, 8)),
+                              ("H=16 bf16", (16, 32)), ("H=128 bf16", (16, 32, 64))):  # fmt: skip
+            for (warps, index_tile), tile in itertools.product(tiles, heads):
+                yield _query_variant(inputs, warps, tile, index_tile, 128)
+        for group in (1, 32, 1024, 1 << 20):
+            yield _query_variant("H=16 fp8", 2, 4, 16, group)
     else:
         for warps in (2, 4, 8, 16):
             yield Variant(op, "7168", warps)
+
+
+def _query_variant(inputs: str, warps: int, tile: int, index_tile: int, group: int) -> Variant:
+    constants = (("TILE", tile), ("INDEX_TILE", index_tile), ("GROUP", group))
+    return Variant("fused_q", inputs, warps, constants=constants)
 
 
 def inputs_of(variant: Variant, num_tokens: int, device: str, seed: int) -> dict[str, Any]:
@@ -192,7 +194,8 @@ def main() -> None:
             floors.append(f"{floor:.2f}")
             best = min(us.values())
             for label, value in us.items():
-                rows[label].append(f"[bold]{value:.2f}[/]" if value < 1.02 * best else f"{value:.2f}")
+                style = "bold" if value < 1.02 * best else "none"
+                rows[label].append(f"[{style}]{value:.2f}[/]")
             results.append({"op": op, "inputs": kind, "num_tokens": num_tokens, "floor_us": floor,
                             "us": us})  # fmt: skip
         for label, cells in rows.items():

@@ -24,9 +24,7 @@ import torch
 from torch import Tensor
 
 from . import geometry, layouts, rope
-from .ops import mtp as _mtp
-from .ops import norm_rope as _norm_rope
-from .ops import query as _query
+from .ops import mtp, norm_rope, query  # noqa: F401  (importing them registers the ops)
 from .version import __version__
 
 __all__ = [

@@ -389,8 +389,8 @@ def fused_embed_norm(
 ) -> tuple[Tensor, Tensor]:
     """`residual = embed_table[ids]`, `normed = rms_norm(residual)`.
 
-    input_ids [N] or [batch, length] int, clamped into the table; embed_table [V, D]; norm_weight [D]. Returns the
-    outs, or new packed [N, D] of the table's dtype: (residual, normed).
+    input_ids [N] or [batch, length] int, clamped into the table; embed_table [V, D]; norm_weight
+    [D]. Returns the outs, or new packed [N, D] of the table's dtype: (residual, normed).
     """
     input_ids = input_ids.reshape(-1)
     shape = (input_ids.shape[0], embed_table.shape[1])

@@ -65,10 +65,10 @@ def register_with_out(
     cpu: Callable[..., Any],
     fake: Callable[..., Any],
 ) -> None:
-    """`register` the op and `<name>_out`, which leads with the tensors to write and returns nothing.
+    """`register` the op, and `<name>_out` that leads with the tensors to write, returning nothing.
 
-    The kernels take those tensors as keywords. They lead because custom_op refuses keyword-only
-    tensors and a schema has no required argument behind defaults.
+    The kernels take those as keywords. In the schema they lead since custom_op refuses keyword-only
+    tensors and no required argument may stand behind defaults.
     """
 
     def out_form(kernel: Callable[..., Any]) -> Callable[..., None]:

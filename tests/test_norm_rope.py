@@ -661,6 +661,8 @@ def make_exact(call: Call, rng: np.random.Generator, formats: Caches) -> dict[st
     inputs, values = call.inputs, fp8_values(call.inputs)
     device, num_tokens = inputs["positions"].device, inputs["positions"].shape[0]
     kv_weight = hard_kv(rng, formats, values)
+    if inputs["mla_k_scale"] is not None:  # x / 0.37 is a midpoint where x * (1 / 0.37) is not
+        kv_weight = oracle.round_fp32(kv_weight * float(inputs["mla_k_scale"]))
     limit = oracle.format_limit(values, pow2_scaled=True)
     bias = hard_values(rng, values, limit, inputs["index_k"].shape[1], inputs["index_k"].shape[1])
     signs = rng.choice([-1.0, 1.0], (num_tokens, kv_weight.size))
@@ -686,8 +688,6 @@ def make_exact(call: Call, rng: np.random.Generator, formats: Caches) -> dict[st
     )
     inputs["kv_c"].copy_(tensor(signs * sizes))
     inputs["k_pe"].copy_(tensor(k_pe))
-    if inputs["mla_k_scale"] is not None:
-        inputs["mla_k_scale"].fill_(2.0)  # keeps midpoints what they are
     rows = table[array(inputs["positions"])]
     interleaved = inputs["index_rope_interleave"]
     return {
@@ -709,7 +709,7 @@ def test_caches_of_exact_rows_are_right_to_the_byte(device, formats):
         cache_dtype = name_of(call.inputs["mla_kv_cache"].dtype)
         options: dict[str, Any] = {"cache_dtype": cache_dtype} if formats.mode == "auto" else {}
         if call.inputs["mla_k_scale"] is not None:
-            options["scale"] = 2.0
+            options["scale"] = array(call.inputs["mla_k_scale"])
         rows = {
             "mla_kv_cache": oracle.mla_cache_rows(formats.mode, **exact, values=values, **options),
             "indexer_k_cache": oracle.indexer_rows(
