@@ -624,11 +624,11 @@ def test_one_graph_serves_every_token_count(op, how):
     assert len(graphs) == 1
 
 
-def resize_first_block(stride: int) -> Change:
-    """One block, whose stride says nothing."""
-    return to(
-        "mla_kv_cache", lambda t: t[:1].as_strided((1, *t.shape[1:]), (stride, t.shape[2], 1))
-    )
+def one_block(inputs: Inputs) -> None:
+    """Its stride says nothing."""
+    cache = inputs["mla_kv_cache"][:1]
+    inputs["mla_kv_cache"] = cache.as_strided(cache.shape, (0, cache.shape[2], 1))
+    inputs["slot_mapping"].clamp_(max=3)
 
 
 def entry_major(t: Tensor) -> Tensor:
@@ -637,9 +637,7 @@ def entry_major(t: Tensor) -> Tensor:
 
 UNUSUAL: dict[str, tuple[str, Change]] = {
     "a cache laid out entry-major": ("fused_norm_rope", to("mla_kv_cache", entry_major)),
-    "one block of stride 0": ("fused_norm_rope", lambda i: (
-        resize_first_block(0)(i), i["slot_mapping"].clamp_(max=3)))
-    ,
+    "one block of stride 0": ("fused_norm_rope", one_block),
     "a wider cache": ("fused_norm_rope", to("mla_kv_cache", lambda t: torch.cat((t, t), -1))),
     "maps longer and shorter than N": ("fused_norm_rope", lambda i: i.update(
         slot_mapping=i["slot_mapping"].repeat(2), indexer_slot_mapping=i["slot_mapping"][:2])),
@@ -653,7 +651,7 @@ UNUSUAL: dict[str, tuple[str, Change]] = {
         index_rope_cos_sin=None, index_k_out=None, indexer_slot_mapping=None)),
     "outs that are the inputs": ("fused_norm_rope", lambda i: i.update(
         kv_c_out=i["kv_c"], k_pe_out=i["k_pe"], q_c_out=i["q_c"])),
-    "index_k_out beside index_k": ("fused_norm_rope", lambda i: overlapping(columns=16)(i)),
+    "index_k_out beside index_k": ("fused_norm_rope", overlapping(columns=16)),
     "index_k_out behind index_k": ("fused_norm_rope", lambda i: beside(i, 16 * N)),
     "index_k_out before index_k": ("fused_norm_rope", lambda i: beside(i, -16 * N)),
     "a topk buffer without columns": ("fused_norm_rope", to(
@@ -665,8 +663,7 @@ UNUSUAL: dict[str, tuple[str, Change]] = {
     "a gap behind each head": ("fused_q", to("q_pe", lambda t: torch.cat((t, t), -1)[..., :4])),
     "ids [batch, length]": ("fused_embed_norm", to("input_ids", lambda t: t.view(1, -1))),
     "ids [batch, 1]": ("fused_embed_norm", to("input_ids", lambda t: t.view(-1, 1))),
-    "a slice of ids": ("fused_embed_eh_norm", to(
-        "input_ids", lambda t: t.repeat(2, 1)[:1, :N])),
+    "a slice of ids": ("fused_embed_eh_norm", to("input_ids", lambda t: t.repeat(2, 2)[:1, :N])),
     "outs of other types": ("fused_embed_norm", to("normed_out", lambda t: t.float())),
     "outs with gaps": ("fused_eh_norm", to("out", lambda t: torch.cat((t, t), 1)[:, : t.shape[1]])),
 }  # fmt: skip

@@ -91,14 +91,14 @@ def tensors_of(inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
 
 
-def export_call(op: str, inputs: dict[str, Any], other: Any = None) -> ExportedProgram:
+def export_call(op: str, inputs: dict[str, Any], other: Any = Dim.STATIC) -> ExportedProgram:
     """Token counts are dynamic, other sizes `other`."""
     tensors = tensors_of(inputs)
     shapes = token_shapes(tensors, other)
     return export(Call(op, inputs), (tensors,), dynamic_shapes=(shapes,), strict=False)
 
 
-def token_shapes(tensors: dict[str, torch.Tensor], other: Any = None) -> dict[str, Any]:
+def token_shapes(tensors: dict[str, torch.Tensor], other: Any = Dim.STATIC) -> dict[str, Any]:
     return {
         name: {d: Dim.DYNAMIC if d == 0 and name in PER_TOKEN else other for d in range(t.dim())}
         for name, t in tensors.items()
@@ -159,7 +159,7 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., dict[st
     yield lambda inputs: {name: fake(value) for name, value in inputs.items()}
 
 
-@pytest.mark.parametrize("other", [None, Dim.AUTO], ids=["static sizes", "dynamic sizes"])
+@pytest.mark.parametrize("other", [Dim.STATIC, Dim.AUTO], ids=["static sizes", "dynamic sizes"])
 @pytest.mark.parametrize("op", OPS)
 def test_traced_forms(op: str, other: Any, as_on_gpu: Callable[..., dict[str, Any]]) -> None:
     """A trace holds one kernel, for every token count, and writes what the schema says."""

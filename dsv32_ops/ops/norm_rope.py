@@ -159,7 +159,7 @@ def _cuda(*args: Any, q_c_out: Tensor | None = None) -> Tensor:
     key = launch.signature("fused_norm_rope", (*args, q_c_out))
     shortcut = launch.find_shortcut(key)
     if shortcut is not None:
-        written = _empty_output(args[1]) if q_c_out is None else q_c_out
+        written = shortcut.allocate()[0] if q_c_out is None else q_c_out
         if shortcut((written, *args)):
             return written
     checks.norm_rope(*args, q_c_out=q_c_out)
@@ -177,8 +177,8 @@ def _cuda(*args: Any, q_c_out: Tensor | None = None) -> Tensor:
     # Whether index_k_out overlaps index_k depends on addresses, which a shortcut does not compare.
     if tensors["index_k_out"] is None:
         launch.remember(
-            key, compiled, norm_rope_kernel, grid, {"q_c_out": written, **tensors}, kernel_args,
-            constants, device,
+            key, compiled, norm_rope_kernel, grid, {"q_c_out": written, **tensors}, [written],
+            kernel_args, constants, device,
         )  # fmt: skip
     return written
 

@@ -145,9 +145,9 @@ def _cuda(*args: Any) -> Outputs:
     key = launch.signature("fused_q", args)
     shortcut = launch.find_shortcut(key)
     if shortcut is not None:
-        outputs = _outputs(*args)
-        if shortcut((*outputs, *args)):
-            return outputs
+        index_q_fp8, index_weights_out, mqa_q = shortcut.allocate()
+        if shortcut((index_q_fp8, index_weights_out, mqa_q, *args)):
+            return index_q_fp8, index_weights_out, mqa_q
     checks.query(*args)
     if platform.check_device_data():
         checks.query_data(*args)
@@ -156,7 +156,9 @@ def _cuda(*args: Any) -> Outputs:
     grid, kernel_args, constants = prepare(*args, outputs=outputs, pdl=launch.use_pdl(device))
     compiled = launch.launch(query_kernel, grid, kernel_args, constants, device, launch.QUERY_WARPS)
     tensors = dict(zip(_OUTPUT_NAMES, outputs, strict=True)) | dict(zip(_NAMES, args, strict=False))
-    launch.remember(key, compiled, query_kernel, grid, tensors, kernel_args, constants, device)
+    launch.remember(
+        key, compiled, query_kernel, grid, tensors, outputs, kernel_args, constants, device
+    )
     return outputs
 
 
