@@ -55,6 +55,8 @@ def query_calls() -> Iterator[dict[str, Any]]:
     for quantize in (True, False):
         for config, heads in ((SMALL, 5), (ODD, 17), (TINY, 1)):
             yield testing.q_inputs(config, N, heads, device=DEVICE, quantize_mqa=quantize)
+    # Tokens are grouped by 128; the last group is short.
+    yield testing.q_inputs(SMALL, 130, 5, device=DEVICE)
     yield testing.q_inputs(SMALL, N, 5, device=DEVICE, fp8_dtype=FNUZ)
     yield testing.q_inputs(replace(SMALL, index_rope_interleave=True), N, 5, device=DEVICE)
     yield testing.q_inputs(replace(SMALL, has_indexer=False), N, 5, device=DEVICE)

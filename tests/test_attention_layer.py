@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,13 +19,16 @@ SIZES = ["--tokens", "40", "--decode", "3", "--chunk", "17", "--topk", "16"]
 
 
 @pytest.fixture
-def example() -> ModuleType:
+def example() -> Iterator[ModuleType]:
     """A module of its own for each test, which may replace what it imported."""
     spec = importlib.util.spec_from_file_location("attention_layer", FILE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
+    threads = torch.get_num_threads()
+    yield module
+    # The example sets it.
+    torch.set_num_threads(threads)
 
 
 def verdict(
@@ -90,7 +93,7 @@ def _signs_of_indexer_keys(call: dict[str, Any]) -> None:
         (_sign_of_one_rotated_dim, {"all keys", "top 16"}),
         (_signs_of_indexer_keys, {"top 16"}),
     ],
-    ids=lambda value: getattr(value, "__name__", "").strip("_"),
+    ids=["tile-scale", "one-code", "one-rotated-dim", "indexer-keys"],
 )
 def test_a_wrong_cache_fails(
     example: ModuleType,

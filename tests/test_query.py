@@ -236,20 +236,19 @@ def test_positions_outside_their_table_are_an_error_on_a_cpu(position):
 
 @on_devices
 def test_q_scale_divides_truly(device):
-    """x / 0.37 and x * (1 / 0.37) differ in the last bit, and a midpoint makes that a code."""
-    scale = np.float32(0.37)
+    """x / scale and x * (1 / scale) differ in the last bit, and a midpoint makes that a code."""
     middles = (oracle.E4M3FN_VALUES[8:0x7E] + oracle.E4M3FN_VALUES[9:0x7F]) / 2
-    bits = (middles * scale).astype(np.float32).view(np.int32)
-    x = np.unique(np.concatenate([bits - 1, bits, bits + 1])).view(np.float32)
-    by_division = oracle.round_to_codes(x / scale, oracle.E4M3FN_VALUES)
-    by_product = oracle.round_to_codes(x * (np.float32(1) / scale), oracle.E4M3FN_VALUES)
-    assert (by_division != by_product).any()
-    config = model(kv_lora_rank=x.size)
-    inputs = query(config, 1, 1, device, dtype=FP32)
-    inputs["ql_nope"] = torch.from_numpy(x).view(1, 1, -1).to(device)
-    inputs["q_scale"] = torch.tensor([scale], device=device)
-    _, _, mqa_q = run(inputs)
-    assert np.array_equal(byte_array(mqa_q)[0, 0, : x.size], by_division)
+    for scale in np.array([0.37, 1 / 3, 1.7e-3, 77.7, 3e-20], np.float32):
+        bits = (middles * scale).astype(np.float32).view(np.int32)
+        x = np.stack([bits - 1, bits, bits + 1]).reshape(-1).view(np.float32)
+        by_division = oracle.round_to_codes(x / scale, oracle.E4M3FN_VALUES)
+        by_product = oracle.round_to_codes(x * (np.float32(1) / scale), oracle.E4M3FN_VALUES)
+        assert (by_division != by_product).any()
+        inputs = query(model(kv_lora_rank=x.size), 1, 1, device, dtype=FP32)
+        inputs["ql_nope"].copy_(torch.from_numpy(x))
+        inputs["q_scale"].fill_(float(scale))
+        _, _, mqa_q = run(inputs)
+        assert np.array_equal(byte_array(mqa_q)[0, 0, : x.size], by_division)
 
 
 @on_devices
