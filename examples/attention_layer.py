@@ -80,7 +80,9 @@ class SparseAttention(nn.Module):
         values = torch.randn(shape, device=self.device) * shape[-1] ** -0.5
         return nn.Parameter(values.bfloat16(), requires_grad=False)
 
-    def norm_weight(self, size: int, mean: float = 1.0, dtype=torch.bfloat16) -> nn.Parameter:
+    def norm_weight(
+        self, size: int, mean: float = 1.0, dtype: torch.dtype = torch.bfloat16
+    ) -> nn.Parameter:
         values = mean + 0.25 * torch.randn(size, device=self.device)
         return nn.Parameter(values.to(dtype), requires_grad=False)
 

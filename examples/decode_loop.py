@@ -53,6 +53,10 @@ class Rows(NamedTuple):
 class Layer(nn.Module):
     """What precedes one layer's attention, with random weights and caches of its own."""
 
+    mla_cache: Tensor
+    index_cache: Tensor
+    scale: Tensor
+
     def __init__(self, config: ModelConfig, mode: str, num_blocks: int, device: str) -> None:
         super().__init__()
         self.config, self.mode, self.device = config, mode, device
@@ -122,6 +126,9 @@ class Layer(nn.Module):
 
 class Model(nn.Module):
     """Embedding and layers. The layers share one top-k buffer, as they do in vLLM."""
+
+    cos_sin: Tensor
+    topk: Tensor
 
     def __init__(self, args: argparse.Namespace, num_blocks: int, max_tokens: int) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ SIZES = model(q_lora_rank=32, index_dim=80, index_topk=16, hidden_size=64)
 INDEX_TENSORS = (
     "positions", "slot_mapping", "indexer_slot_mapping", "input_ids", "mla_k_scale", "q_scale"
 )  # fmt: skip
-GPU_PATHS = {
+GPU_PATHS: dict[str, Callable[..., Any]] = {
     "fused_norm_rope": norm_rope._cuda,
     "fused_q": query._cuda,
     "fused_eh_norm": mtp._cuda_eh,
@@ -137,7 +137,9 @@ def offset_views(inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The inputs with one index tensor at a time moved by 1, 2 and 3 elements."""
     for name in INDEX_TENSORS:
         value = inputs.get(name)
-        for offset in (1, 2, 3) if value is not None else ():
+        if value is None:
+            continue
+        for offset in (1, 2, 3):
             moved = torch.empty(value.numel() + offset, dtype=value.dtype, device=value.device)
             moved[offset:] = value
             yield {**inputs, name: moved[offset:]}

@@ -361,6 +361,30 @@ def assert_captured(
 SIZES = (20, 20, 20, 33, 33, 33, 20)
 
 
+def as_attribute(layers: Layers, name: str) -> None:
+    """Make a buffer a plain attribute, whose sizes are fixed all the same."""
+    cache = getattr(layers, name)
+    delattr(layers, name)
+    torch._dynamo.mark_static(cache)
+    setattr(layers, name, cache)
+
+
+def test_caches_of_fixed_size_are_written_where_they_are() -> None:
+    """`cache[layer]` of a plain attribute of dynamic size loses its offset in Inductor (2.11, 2.13).
+
+    Buffers are of fixed size by themselves, attributes when they are marked.
+    """
+    layers = Layers(SMALL)
+    eager = copy.deepcopy(layers)
+    for name in state(layers):
+        as_attribute(layers, name)
+    batch = make_batch(layers, 20)
+    with torch.inference_mode():
+        torch.compile(layers, fullgraph=True, dynamic=True)(batch)
+        eager(batch)
+    assert_same(state(layers), state(eager))
+
+
 @on_gpu
 @pytest.mark.parametrize("kind", ["buffers", "attributes"])
 def test_reduce_overhead_captures(kind: str) -> None:
@@ -368,9 +392,7 @@ def test_reduce_overhead_captures(kind: str) -> None:
     eager = copy.deepcopy(layers)
     if kind == "attributes":
         for name in state(layers):
-            cache = getattr(layers, name)
-            delattr(layers, name)
-            setattr(layers, name, cache)
+            as_attribute(layers, name)
     batches = [make_batch(layers, size, seed=seed) for seed, size in enumerate(SIZES)]
     assert_captured(layers, eager, batches)
     eager(batches[-1])

@@ -493,6 +493,12 @@ def test_token_counts_around_2_to_the_16(device, num_tokens):
     check_tiny(num_tokens, device)
 
 
+@device_cases("num_tokens", [127, 128, 129, 257])
+def test_token_counts_around_a_launch_group_of_128(device, num_tokens):
+    check_tiny(num_tokens, device)
+    check(query(SMALL, num_tokens, 5, device))
+
+
 @settings(max_examples=8)
 @given(num_tokens=testing.token_counts(max_value=131_072))
 def test_any_token_count(num_tokens):

@@ -60,7 +60,7 @@ def values_of(fp8_dtype: torch.dtype) -> np.ndarray:
 
 def assert_codes(got: torch.Tensor, wanted: Any, x: torch.Tensor) -> None:
     wrong = (got != torch.as_tensor(wanted, device=got.device)).nonzero().flatten()[:10]
-    assert wrong.numel() == 0, [(x[i].item().hex(), got[i].item()) for i in wrong]
+    assert wrong.numel() == 0, [(float(x[i]).hex(), int(got[i])) for i in wrong]
 
 
 @pytest.mark.parametrize(("fp8_dtype", "limit"), E4M3)
