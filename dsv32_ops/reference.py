@@ -65,7 +65,7 @@ def _fma(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`(x * rstd) * w`, rstd = 1 / sqrt(sum(x * x) / D + eps). x, result: fp32 [n, D]."""
     mean_square = divide(_sum_rows(x * x), x.shape[-1])
-    rstd = (mean_square + _fp32(eps)).sqrt_().reciprocal_()
+    rstd = (mean_square + _fp32(eps)).double().sqrt_().float().reciprocal_()
     return (x * rstd).mul_(weight.float())
 
 
@@ -74,7 +74,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     mean = divide(_sum_rows(x.clone()), x.shape[-1])
     centered = x - mean
     variance = divide(_sum_rows(centered * centered), x.shape[-1])
-    rstd = (variance + _fp32(eps)).sqrt_().reciprocal_()
+    rstd = (variance + _fp32(eps)).double().sqrt_().float().reciprocal_()
     return _fma(centered.mul_(rstd), weight.double(), bias)
 
 
