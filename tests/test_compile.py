@@ -370,7 +370,7 @@ def as_attribute(layers: Layers, name: str) -> None:
 
 
 def test_caches_of_fixed_size_are_written_where_they_are() -> None:
-    """`cache[layer]` of a plain attribute of dynamic size loses its offset in Inductor (2.11, 2.13).
+    """Inductor (2.11, 2.13) loses the offset of `cache[layer]` if the cache's size is dynamic.
 
     Buffers are of fixed size by themselves, attributes when they are marked.
     """
