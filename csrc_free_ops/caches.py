@@ -20,10 +20,13 @@ from .rows import as_bytes, store_pairs
 
 
 @triton.jit
-def load_slot(slot_mapping_ptr, num_slots, capacity, token, enabled):
-    """(slot, live): a row past the map, a negative slot and one past the cache are dead."""
-    mask = enabled & (token < num_slots)
-    slot = tl.load(slot_mapping_ptr + token, mask=mask, other=-1).to(tl.int64)
+def live_slot(slot, capacity):
+    """(slot, live): a negative slot and one past the cache are dead.
+
+    Callers load the slot in the kernel's own body: torch's mutation analysis follows the address of
+    a store back through calls to every pointer they got, and stops at a load only where it sees it.
+    """
+    slot = slot.to(tl.int64)
     live = (slot >= 0) & (slot < capacity)
     return tl.where(live, slot, 0), live
 

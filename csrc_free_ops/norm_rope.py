@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .caches import (
-    load_slot,
+    live_slot,
     store_float_entry,
     store_fp8_ds_mla_entry,
     store_fp8_entry,
@@ -148,11 +148,13 @@ def norm_rope_kernel(
     # depend on come first.
     position = load_position(positions_ptr, token, do_index | do_kv)
     if mla_kv_cache_ptr is not None:
-        slot, live = load_slot(slot_mapping_ptr, num_slots, mla_capacity, token, do_kv)
+        mask = do_kv & (token < num_slots)
+        slot = tl.load(slot_mapping_ptr + token, mask=mask, other=-1)
+        slot, live = live_slot(slot, mla_capacity)
     if indexer_k_cache_ptr is not None:
-        index_slot, index_live = load_slot(
-            indexer_slot_mapping_ptr, num_index_slots, index_capacity, token, do_index
-        )
+        mask = do_index & (token < num_index_slots)
+        index_slot = tl.load(indexer_slot_mapping_ptr + token, mask=mask, other=-1)
+        index_slot, index_live = live_slot(index_slot, index_capacity)
     q_head, q_tail = load_row(q_c_ptr + token * q_row_stride, do_query, Q_DIM)
     if HAS_KV:
         kv_dims = tile_dims(KV_DIM, MLA_TILE)

@@ -187,7 +187,7 @@ def norm_rope_case(case: str, device: str) -> dict[str, Any]:
     return {**inputs, **changes}
 
 
-@device_cases("case", CASES, ["no caches", "everything", "no indexer, no caches"])
+@device_cases("case", CASES, ["everything", "no indexer, no caches"])
 def test_left_out_keywords(device: str, case: str) -> None:
     inputs = norm_rope_case(case, device)
     compare_to_eager(torch.ops.dsv32.fused_norm_rope, inputs)
@@ -326,7 +326,7 @@ def device_work(names: list[str]) -> dict[str, int]:
 @on_gpu
 def test_one_kernel_per_op_and_no_copy() -> None:
     layers = Layers(V32, num_blocks=4096, block_size=64, max_tokens=256, device="cuda")
-    batch = make_batch(layers, 256)
+    batch = make_batch(layers, 64)
     compiled = compile_whole(layers)
     smallest = state(layers)["index_cache"][0].nbytes
     torch.cuda.reset_peak_memory_stats()

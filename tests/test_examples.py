@@ -98,7 +98,9 @@ def pages() -> list[tuple[str, str]]:
     readme = ROOT / "README.md"
     if readme.exists():
         sections = re.split(r"^## ", readme.read_text(encoding="utf-8"), flags=re.MULTILINE)
-        texts += [("README.md", text) for text in sections if text.startswith("Compile and capture")]
+        texts += [
+            ("README.md", text) for text in sections if text.startswith("Compile and capture")
+        ]
     return texts
 
 

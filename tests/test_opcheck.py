@@ -60,7 +60,7 @@ NORM_ROPE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "interleaved": ({}, {"index_rope_interleave": True}),
     "no scale": ({"mode": "fp8"}, {"mla_k_scale": None}),
 }  # fmt: skip
-ON_GPU = [*MLA_MODES, "any sizes", "no caches", "outs", "no indexer"]
+ON_GPU = ["auto", "fp8_ds_mla", "nvfp4_ds_mla", "any sizes", "outs", "no indexer"]
 
 
 @forms
