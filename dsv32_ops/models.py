@@ -87,7 +87,10 @@ def glm_5() -> ModelConfig:
 
 
 def kimi_k2() -> ModelConfig:
-    """Kimi-K2: MLA without an indexer, YaRN from 4,096 to 131,072 positions with both betas 1."""
+    """Kimi-K2: MLA without an indexer, YaRN from 4,096 to 131,072 positions.
+
+    Assumed, not taken from a released config: both betas 1, eps 1e-6, vocabulary 163,840.
+    """
     return ModelConfig(
         name="kimi-k2",
         hidden_size=7168,
