@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import re
 import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -345,20 +343,18 @@ def _number(pattern: str, text: str) -> int:
 
 
 def examine(jobs: Iterable[tuple[Case, str, bool]]) -> Iterator[Report | Exception]:
-    """Reports, in order, of (case, target name, pdl); the exception where a compile fails."""
+    """Reports, in order, of (case, target name, pdl); the exception where a compile fails.
 
-    def one(job: tuple[Case, str, bool]) -> Report | Exception:
-        case, name, pdl = job
+    One after the other: Python 3.11 parses wrongly when threads parse at the same time ("AST
+    constructor recursion depth mismatch"), and Triton parses a kernel for each compile.
+    """
+    for case, name, pdl in jobs:
         target = TARGETS[name]
         case = for_target(case, target, pdl)
         try:
-            return report(case, compile_case(case, target), target)
+            yield report(case, compile_case(case, target), target)
         except Exception as error:
-            return error
-
-    # LLVM and ptxas run without the interpreter lock.
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield from pool.map(one, jobs)
+            yield error
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
