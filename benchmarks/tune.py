@@ -11,7 +11,6 @@ range of token counts. Nothing is tuned at call time: copy what wins into launch
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import json
 import multiprocessing
@@ -181,8 +180,7 @@ def main() -> None:
 
     console = Console(width=160)
     results = []
-    key = functools.partial(lambda v: (v.op, v.inputs))
-    for (op, kind), members in itertools.groupby(every, key):
+    for (op, kind), members in itertools.groupby(every, lambda v: (v.op, v.inputs)):
         group = list(members)
         table = Table(title=f"{op} {kind}, us", box=None)
         table.add_column("variant")

@@ -111,7 +111,8 @@ def divide(x, power, high, low):
     Before its one rounding the quotient is off by less than 2^-23 ulp. That can only round wrongly
     beside a midpoint between two fp32, and no quotient of such an x comes that close to one next to
     a midpoint of two e4m3 codes: the code is that of the correctly rounded quotient. The GPU suite
-    tries every x with every scale. A `div_rn` an element made the kernel compute-bound.
+    tries every significand of x with every mantissa of a scale, and every bf16 with scales of every
+    size. A `div_rn` an element made the kernel compute-bound.
     """
     x = x * power
     return tl.fma(x, high, x * low)
