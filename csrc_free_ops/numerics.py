@@ -22,7 +22,7 @@ def square(x):
 def inverse_rms(sum_of_squares, eps, SIZE: tl.constexpr):
     """1 / sqrt(mean + eps), both correctly rounded; `rsqrt.approx` would cost 2 ulp."""
     variance = tl.div_rn(sum_of_squares, SIZE * 1.0)
-    return tl.div_rn(1.0, tl.sqrt_rn(variance + eps.to(tl.float32)))
+    return tl.div_rn(1.0, tl.sqrt_rn(variance + tl.cast(eps, tl.float32)))
 
 
 @triton.jit

@@ -102,7 +102,7 @@ def quantize_index_query(
     c = e4m3_code(c * inverse, LIMIT, FNUZ, SOFT)
     d = e4m3_code(d * inverse, LIMIT, FNUZ, SOFT)
     store_tail(out, mask, c, d, DIM, ROPE_DIM)
-    folded = weights * scale * softmax_scale.to(tl.float32) * head_scale.to(tl.float32)
+    folded = weights * scale * tl.cast(softmax_scale, tl.float32) * tl.cast(head_scale, tl.float32)
     tl.store(weights_out_ptr + token * HEADS + heads, folded, mask=heads < HEADS)
 
 
@@ -138,8 +138,8 @@ def query_kernel(
     if task < MQA_TILES:
         pack_query(
             token, task, position, q_pe_cos_sin_ptr, table_row_stride, table_rows,
-            q_pe_ptr, q_pe_row_stride, q_pe_head_step.to(tl.int64) * Q_PE_STEP,
-            ql_nope_ptr, nope_row_stride, nope_head_step.to(tl.int64) * NOPE_STEP,
+            q_pe_ptr, q_pe_row_stride, tl.cast(q_pe_head_step, tl.int64) * Q_PE_STEP,
+            ql_nope_ptr, nope_row_stride, tl.cast(nope_head_step, tl.int64) * NOPE_STEP,
             q_scale_ptr, mqa_q_ptr,
             HEADS, NOPE_DIM, ROPE_DIM, QUANTIZE, TILE, MQA_LIMIT, FNUZ, SOFT,
         )  # fmt: skip
@@ -148,7 +148,7 @@ def query_kernel(
             quantize_index_query(
                 token, task - MQA_TILES,
                 position, index_q_cos_sin_ptr, index_table_row_stride, index_table_rows,
-                index_q_ptr, index_q_row_stride, index_q_head_step.to(tl.int64) * INDEX_Q_STEP,
+                index_q_ptr, index_q_row_stride, tl.cast(index_q_head_step, tl.int64) * INDEX_Q_STEP,
                 index_weights_ptr, weights_row_stride, softmax_scale, head_scale,
                 index_q_fp8_ptr, index_weights_out_ptr,
                 INDEX_HEADS, INDEX_DIM, INDEX_ROPE_DIM, INDEX_INTERLEAVED,
