@@ -8,12 +8,14 @@ import triton
 import triton.language as tl
 
 from .numerics import (
+    divide,
     e2m1_code,
     e4m3_code,
     e4m3_value,
     finite_amax,
     pow2_exponent,
     pow2_reciprocal,
+    split_reciprocal,
     tile_scale,
 )
 from .rows import as_bytes, store_pairs
@@ -49,10 +51,11 @@ def store_fp8_entry(
     """[kv / scale | k_pe / scale] as e4m3 codes; kv is [1, BLOCK]."""
     entry = as_bytes(entry)
     dims = tl.arange(0, kv.shape[1])[None, :]
-    codes = e4m3_code(tl.div_rn(kv, scale), LIMIT, FNUZ, SOFT)
+    power, high, low = split_reciprocal(scale)
+    codes = e4m3_code(divide(kv, power, high, low), LIMIT, FNUZ, SOFT)
     tl.store(entry + dims, codes, mask=live & (dims < KV_DIM))
-    a = e4m3_code(tl.div_rn(a, scale), LIMIT, FNUZ, SOFT)
-    b = e4m3_code(tl.div_rn(b, scale), LIMIT, FNUZ, SOFT)
+    a = e4m3_code(divide(a, power, high, low), LIMIT, FNUZ, SOFT)
+    b = e4m3_code(divide(b, power, high, low), LIMIT, FNUZ, SOFT)
     store_pairs(entry + KV_DIM, live, a, b, 1, ROPE_DIM, True)
 
 

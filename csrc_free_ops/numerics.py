@@ -101,18 +101,21 @@ def split_reciprocal(scale):
     too_large = tl.fma(-high, mantissa, 1.0) < 0.0
     high = tl.where(too_large, high_bits - 1, high_bits).to(tl.float32, bitcast=True)
     low = tl.div_rn(tl.fma(-high, mantissa, 1.0), mantissa)
+    low_bits = low.to(tl.int32, bitcast=True)
+    # 1.5 - 2^-23 is the one mantissa for which low has to be rounded down (x = 1.25 scale).
+    one_and_a_half = mantissa.to(tl.int32, bitcast=True) == 0x3FBFFFFF
+    low = tl.where(one_and_a_half, low_bits - 1, low_bits).to(tl.float32, bitcast=True)
     return power, high, tl.where(low > 0.0, low, 1e-30)
 
 
 @triton.jit
 def divide(x, power, high, low):
-    """x / scale for x of at most 11 significant bits (bf16, fp16): three instructions an element.
+    """x / scale, to the e4m3 code of the correctly rounded quotient: three instructions an element.
 
-    Before its one rounding the quotient is off by less than 2^-23 ulp. That can only round wrongly
-    beside a midpoint between two fp32, and no quotient of such an x comes that close to one next to
-    a midpoint of two e4m3 codes: the code is that of the correctly rounded quotient. The GPU suite
-    tries every significand of x with every mantissa of a scale, and every bf16 with scales of every
-    size. A `div_rn` an element made the kernel compute-bound.
+    Before its one rounding the quotient is off by less than 2^-22 ulp, so it is the correctly
+    rounded one or its neighbour. That changes the code only beside a midpoint of two codes, where
+    the GPU suite tries every mantissa of a scale. A `div_rn` an element made `fused_q`
+    compute-bound.
     """
     x = x * power
     return tl.fma(x, high, x * low)
@@ -172,15 +175,15 @@ def e4m3_value(code):
 def e2m1_code(x):
     """e2m1 nibble of an fp32 value: nearest even, saturating at 6, NaN becomes +6 (code 7).
 
-    The strict comparisons stand at the midpoints whose even neighbour is the lower one.
+    e2m1's step is 0.5 below 2, then 1, then 2. Adding the power of two whose fp32 ulp is that step
+    lets the adder round, and the sum's low bits count the steps.
     """
-    magnitude = tl.abs(x)
-    code = (magnitude > 0.25).to(tl.int32)
-    code += (magnitude >= 0.75).to(tl.int32)
-    code += (magnitude > 1.25).to(tl.int32)
-    code += (magnitude >= 1.75).to(tl.int32)
-    code += (magnitude > 2.5).to(tl.int32)
-    code += (magnitude >= 3.5).to(tl.int32)
-    code += (magnitude > 5.0).to(tl.int32)
-    sign = (x.to(tl.int32, bitcast=True) >> 28) & 0x8
-    return tl.where(x != x, 7, code | sign).to(tl.uint8)
+    # NaN loses every comparison, so that the first one turns it into 6.
+    x = tl.maximum(tl.minimum(x, 6.0), -6.0)
+    bits = x.to(tl.int32, bitcast=True)
+    # Exponent 0 (all of |x| < 2), 1 or 2, in its place; 2^22 has an ulp of 0.5.
+    exponent = tl.maximum(bits & 0x7F800000, 0x3F800000) - 0x3F800000
+    magic_bits = exponent + 0x4A800000
+    rounded = tl.abs(x) + magic_bits.to(tl.float32, bitcast=True)
+    code = rounded.to(tl.int32, bitcast=True) - magic_bits + (exponent >> 22)
+    return (code | ((bits >> 28) & 0x8)).to(tl.uint8)

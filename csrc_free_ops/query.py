@@ -54,15 +54,11 @@ def pack_query(
         cos, sin = load_cos_sin(position, True, table_ptr, table_row_stride, table_rows, ROPE_DIM)
         a, b = rotate(a, b, cos, sin)
         out = as_bytes(out_ptr) + (token * HEADS + heads) * (NOPE_DIM + ROPE_DIM)
-        if nope_ptr.dtype.element_ty.primitive_bitwidth == 16:
-            power, high, low = split_reciprocal(scale)
-            x = divide(x, power, high, low)
-        else:
-            x = tl.div_rn(x, scale)
-        codes = e4m3_code(x, LIMIT, FNUZ, SOFT)
+        power, high, low = split_reciprocal(scale)
+        codes = e4m3_code(divide(x, power, high, low), LIMIT, FNUZ, SOFT)
         tl.store(out + dims, codes, mask=mask & (dims < NOPE_DIM))
-        a = e4m3_code(tl.div_rn(a, scale), LIMIT, FNUZ, SOFT)
-        b = e4m3_code(tl.div_rn(b, scale), LIMIT, FNUZ, SOFT)
+        a = e4m3_code(divide(a, power, high, low), LIMIT, FNUZ, SOFT)
+        b = e4m3_code(divide(b, power, high, low), LIMIT, FNUZ, SOFT)
         store_pairs(out + NOPE_DIM, mask, a, b, TILE, ROPE_DIM, True)
     else:
         dtype = out_ptr.dtype.element_ty

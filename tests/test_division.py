@@ -20,15 +20,14 @@ def _count_wrong_codes(x, scale, wrong_ptr):
 
 
 @triton.jit
-def _every_mantissa(wrong_ptr, BLOCK: tl.constexpr):
-    """x = (1024 + i) / 2^k over all scales in [1, 2)."""
-    mantissas = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    scale = (mantissas + 0x3F800000).to(tl.float32, bitcast=True)
-    x = tl.zeros([BLOCK], tl.float32) + (1024 + tl.program_id(1)).to(tl.float32)
-    # Quotients from below the smallest code to above the largest: each loses one binary place.
-    for _ in range(22):
-        x *= 0.5
-        _count_wrong_codes(x, scale, wrong_ptr)
+def _every_mantissa(midpoints_ptr, wrong_ptr, BLOCK: tl.constexpr):
+    """x within 6 ulp of a midpoint times the scale, over all scales in [1, 2)."""
+    scale_bits = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK) + 0x3F800000
+    scale = scale_bits.to(tl.float32, bitcast=True)
+    x = scale * tl.load(midpoints_ptr + tl.program_id(1))
+    for step in range(-6, 7):
+        near = (x.to(tl.int32, bitcast=True) + step).to(tl.float32, bitcast=True)
+        _count_wrong_codes(near, scale, wrong_ptr)
 
 
 @triton.jit
@@ -40,9 +39,13 @@ def _every_bf16(scales_ptr, wrong_ptr, BLOCK: tl.constexpr):
     _count_wrong_codes(x, scale, wrong_ptr + tl.program_id(0))
 
 
-def test_every_16_bit_input_with_every_mantissa_of_a_scale() -> None:
+def test_every_mantissa_of_a_scale_beside_every_midpoint() -> None:
+    """Elsewhere the quotient may be off by an ulp: no code changes there."""
+    normal = torch.arange(17, 32, 2) / 16
+    subnormal = torch.arange(1, 16, 2) / 1024
+    midpoints = torch.cat([normal, subnormal]).cuda()
     wrong = torch.zeros(1, dtype=torch.int32, device="cuda")
-    _every_mantissa[(2**23 // 1024, 1024)](wrong, BLOCK=1024)
+    _every_mantissa[(2**23 // 1024, midpoints.numel())](midpoints, wrong, BLOCK=1024)
     assert wrong.item() == 0
 
 
