@@ -25,10 +25,11 @@ from .caches import (
 from .numerics import (
     e4m3_code,
     inverse_rms,
+    mean,
     pow2_reciprocal,
     rotate,
     row_scale,
-    square,
+    square_sum,
 )
 from .rows import (
     as_bytes,
@@ -49,7 +50,7 @@ from .rows import (
 @triton.jit
 def tile_dims(DIM: tl.constexpr, TILE: tl.constexpr):
     """Dims of a row as [TILES, TILE]."""
-    TILES: tl.constexpr = triton.next_power_of_2(DIM) // TILE
+    TILES: tl.constexpr = triton.cdiv(DIM, TILE)
     return tl.arange(0, TILES)[:, None] * TILE + tl.arange(0, TILE)[None, :]
 
 
@@ -59,7 +60,9 @@ def norm_kv(x, weight_ptr, eps, DIM: tl.constexpr, TILE: tl.constexpr):
     dims = tile_dims(DIM, TILE)
     weight = tl.load(weight_ptr + dims, mask=dims < DIM, other=0.0).to(tl.float32)
     x = x.to(tl.float32)
-    return x * inverse_rms(tl.sum(tl.sum(square(x), axis=1), axis=0), eps, DIM) * weight
+    a, b = tl.split(tl.reshape(x, (x.shape[0], TILE // 2, 2)))
+    squares = tl.sum(tl.sum(square_sum(a, b), axis=1), axis=0)
+    return x * inverse_rms(squares, eps, DIM) * weight
 
 
 @triton.jit
@@ -68,25 +71,25 @@ def norm_index_key(
     DIM: tl.constexpr, ROPE_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """fp32 LayerNorm of a row in four pieces: the members of the pairs, the halves of the tail."""
-    a = a.to(tl.float32)
-    b = b.to(tl.float32)
-    c = c.to(tl.float32)
-    d = d.to(tl.float32)
-    mean = tl.div_rn(sum_pieces(a + b, c + d), DIM * 1.0)[:, None]
-    # Lanes past the row would add mean^2 to the variance.
-    pair_lanes = tl.arange(0, a.shape[1])[None, :] < ROPE_DIM // 2
-    tail_lanes = tl.arange(0, c.shape[1])[None, :]
-    SECOND: tl.constexpr = (DIM - ROPE_DIM) // 2
-    a = tl.where(pair_lanes, a - mean, 0.0)
-    b = tl.where(pair_lanes, b - mean, 0.0)
-    c = tl.where(tail_lanes < DIM - ROPE_DIM - SECOND, c - mean, 0.0)
-    d = tl.where(tail_lanes < SECOND, d - mean, 0.0)
-    squares = sum_pieces(square(a) + square(b), square(c) + square(d))
-    scale = inverse_rms(squares, eps, DIM)[:, None]
+    # Behind the reductions their latency would add to the longest chain of a small batch.
     weight_a, weight_b = load_pairs(weight_ptr, True, 1, ROPE_DIM, INTERLEAVED)
     bias_a, bias_b = load_pairs(bias_ptr, True, 1, ROPE_DIM, INTERLEAVED)
     weight_c, weight_d = load_tail(weight_ptr, True, DIM, ROPE_DIM)
     bias_c, bias_d = load_tail(bias_ptr, True, DIM, ROPE_DIM)
+    a = a.to(tl.float32)
+    b = b.to(tl.float32)
+    c = c.to(tl.float32)
+    d = d.to(tl.float32)
+    center = mean(sum_pieces(a + b, c + d), DIM)[:, None]
+    # Lanes past the row would add center^2 to the variance.
+    pair_lanes = tl.arange(0, a.shape[1])[None, :] < ROPE_DIM // 2
+    tail_lanes = tl.arange(0, c.shape[1])[None, :]
+    SECOND: tl.constexpr = (DIM - ROPE_DIM) // 2
+    a = tl.where(pair_lanes, a - center, 0.0)
+    b = tl.where(pair_lanes, b - center, 0.0)
+    c = tl.where(tail_lanes < DIM - ROPE_DIM - SECOND, c - center, 0.0)
+    d = tl.where(tail_lanes < SECOND, d - center, 0.0)
+    scale = inverse_rms(sum_pieces(square_sum(a, b), square_sum(c, d)), eps, DIM)[:, None]
     a = tl.fma(a * scale, weight_a.to(tl.float32), bias_a.to(tl.float32))
     b = tl.fma(b * scale, weight_b.to(tl.float32), bias_b.to(tl.float32))
     c = tl.fma(c * scale, weight_c.to(tl.float32), bias_c.to(tl.float32))
@@ -165,14 +168,6 @@ def norm_rope_kernel(
         index_row = index_k_ptr + token * index_k_row_stride
         key_a, key_b = load_pairs(index_row, do_index, 1, INDEX_ROPE_DIM, INDEX_INTERLEAVED)
         key_c, key_d = load_tail(index_row, do_index, INDEX_DIM, INDEX_ROPE_DIM)
-        index_cos, index_sin = load_cos_sin(
-            position, do_index, index_rope_cos_sin_ptr, index_table_row_stride, index_table_rows,
-            INDEX_ROPE_DIM,
-        )  # fmt: skip
-    if HAS_KV:
-        cos, sin = load_cos_sin(
-            position, do_kv, rope_cos_sin_ptr, table_row_stride, table_rows, ROPE_DIM
-        )
 
     if topk_indices_buffer_ptr is not None:
         if every_task | (task == 3):
@@ -180,6 +175,9 @@ def norm_rope_kernel(
 
     if HAS_KV:
         if do_kv:
+            cos, sin = load_cos_sin(
+                position, rope_cos_sin_ptr, table_row_stride, table_rows, ROPE_DIM
+            )
             k_a, k_b = rotate(pe_a, pe_b, cos, sin)
             kv = norm_kv(kv_c, kv_norm_weight_ptr, kv_eps, KV_DIM, MLA_TILE)
             if mla_kv_cache_ptr is not None:
@@ -211,12 +209,16 @@ def norm_rope_kernel(
 
     if index_k_ptr is not None:
         if do_index:
+            cos, sin = load_cos_sin(
+                position, index_rope_cos_sin_ptr, index_table_row_stride, index_table_rows,
+                INDEX_ROPE_DIM,
+            )  # fmt: skip
             i_a, i_b, i_c, i_d = norm_index_key(
                 key_a, key_b, key_c, key_d,
                 index_k_norm_weight_ptr, index_k_norm_bias_ptr, index_eps,
                 INDEX_DIM, INDEX_ROPE_DIM, INDEX_INTERLEAVED,
             )  # fmt: skip
-            i_a, i_b = rotate(i_a, i_b, index_cos, index_sin)
+            i_a, i_b = rotate(i_a, i_b, cos, sin)
             if index_k_out_ptr is not None:
                 dtype = index_k_out_ptr.dtype.element_ty
                 out = index_k_out_ptr + token * index_k_out_row_stride

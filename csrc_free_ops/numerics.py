@@ -2,8 +2,8 @@
 
 Contraction into FMA is a compiler option that torch.compile does not forward to user kernels
 (torch 2.13), so nothing here may depend on it: a product whose sum is rounded once is written as
-`tl.fma`, one that must be rounded on its own goes through `square`, and divisions that decide a
-byte are `tl.div_rn`. The eager op and the traced kernel then agree bit for bit.
+`tl.fma`, one that must be rounded on its own goes through `square`, and divisions are `tl.div_rn`
+or give what it gives. The eager op and the traced kernel then agree bit for bit.
 """
 
 import triton
@@ -19,10 +19,25 @@ def square(x):
 
 
 @triton.jit
+def square_sum(a, b):
+    """a*a + b*b, two instructions for two elements of a sum of squares."""
+    return tl.fma(a, a, square(b))
+
+
+@triton.jit
+def mean(total, SIZE: tl.constexpr):
+    """total / SIZE correctly rounded, which a product is too if SIZE is a power of two."""
+    if (SIZE & (SIZE - 1)) == 0:
+        result = total * (1.0 / SIZE)
+    else:
+        result = tl.div_rn(total, SIZE * 1.0)
+    return result
+
+
+@triton.jit
 def inverse_rms(sum_of_squares, eps, SIZE: tl.constexpr):
     """1 / sqrt(mean + eps), both correctly rounded; `rsqrt.approx` would cost 2 ulp."""
-    variance = tl.div_rn(sum_of_squares, SIZE * 1.0)
-    return tl.div_rn(1.0, tl.sqrt_rn(variance + tl.cast(eps, tl.float32)))
+    return tl.div_rn(1.0, tl.sqrt_rn(mean(sum_of_squares, SIZE) + tl.cast(eps, tl.float32)))
 
 
 @triton.jit
@@ -47,14 +62,17 @@ def finite_amax(x):
 
 
 @triton.jit
-def pow2ceil(x):
-    """Smallest power of two >= x, for positive normal x.
+def _pow2ceil_ratio_bits(amax, LIMIT: tl.constexpr):
+    """Bits of the smallest power of two >= amax / LIMIT, for LIMIT = 1.75 * 2^k.
 
-    exp2(ceil(log2(x))) picks the wrong power for 904 of 2,278 values within 8 ulp of 448 * 2^k
-    on an H200.
+    The carry into the exponent starts behind a mantissa of 1.75. No input of 2^31 is different with
+    a correctly rounded division; exp2(ceil(log2(ratio))) picks the wrong power for 904 of 2,278
+    ratios within 8 ulp of a power of two on an H200.
     """
-    bits = x.to(tl.int32, bitcast=True)
-    return ((bits + 0x007FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    tl.static_assert(LIMIT == 448.0 or LIMIT == 224.0)
+    EXPONENT: tl.constexpr = 8 if LIMIT == 448.0 else 7
+    bits = amax.to(tl.int32, bitcast=True)
+    return ((bits + 0x001FFFFF) & 0x7F800000) - (EXPONENT << 23)
 
 
 @triton.jit
@@ -72,13 +90,15 @@ def pow2_exponent(scale):
 @triton.jit
 def row_scale(amax, LIMIT: tl.constexpr):
     """Indexer scale: the floor is on amax, so a zero row has 2^-22."""
-    return pow2ceil(tl.div_rn(tl.maximum(amax, 1e-4), LIMIT))
+    return _pow2ceil_ratio_bits(tl.maximum(amax, 1e-4), LIMIT).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def tile_scale(amax, LIMIT: tl.constexpr):
-    """ds_mla scale: the floor is on the ratio, so a zero tile has 2^-13."""
-    return pow2ceil(tl.maximum(tl.div_rn(amax, LIMIT), 1e-4))
+    """ds_mla scale: the floor of 1e-4 is on the ratio, so a zero tile has 2^-13."""
+    FLOOR: tl.constexpr = (127 - 13) << 23
+    bits = tl.maximum(_pow2ceil_ratio_bits(amax, LIMIT), FLOOR)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -51,7 +51,7 @@ def pack_query(
         nope = nope_ptr + token * nope_row_stride + heads * nope_head_stride
         x = tl.load(nope + dims, mask=mask & (dims < NOPE_DIM), other=0.0).to(tl.float32)
         scale = tl.load(scale_ptr)
-        cos, sin = load_cos_sin(position, True, table_ptr, table_row_stride, table_rows, ROPE_DIM)
+        cos, sin = load_cos_sin(position, table_ptr, table_row_stride, table_rows, ROPE_DIM)
         a, b = rotate(a, b, cos, sin)
         out = as_bytes(out_ptr) + (token * HEADS + heads) * (NOPE_DIM + ROPE_DIM)
         power, high, low = split_reciprocal(scale)
@@ -62,7 +62,7 @@ def pack_query(
         store_pairs(out + NOPE_DIM, mask, a, b, TILE, ROPE_DIM, True)
     else:
         dtype = out_ptr.dtype.element_ty
-        cos, sin = load_cos_sin(position, True, table_ptr, table_row_stride, table_rows, ROPE_DIM)
+        cos, sin = load_cos_sin(position, table_ptr, table_row_stride, table_rows, ROPE_DIM)
         a, b = rotate(a, b, cos, sin)
         out = out_ptr + (token * HEADS + heads) * ROPE_DIM
         store_pairs(out, mask, a.to(dtype), b.to(dtype), TILE, ROPE_DIM, True)
@@ -87,7 +87,7 @@ def quantize_index_query(
     weights = tl.load(
         weights_ptr + token * weights_row_stride + heads, mask=heads < HEADS, other=0.0
     ).to(tl.float32)
-    cos, sin = load_cos_sin(position, True, table_ptr, table_row_stride, table_rows, ROPE_DIM)
+    cos, sin = load_cos_sin(position, table_ptr, table_row_stride, table_rows, ROPE_DIM)
     a, b = rotate(a, b, cos, sin)
     scale = row_scale(finite_amax_pieces(a, b, c, d), LIMIT)
     inverse = pow2_reciprocal(scale)[:, None]

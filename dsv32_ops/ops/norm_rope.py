@@ -50,7 +50,7 @@ def _constants(
         "ROPE_DIM": rope_dim,
         "MLA_MODE": mode,
         "MLA_BLOCK_SIZE": mla_block_size,
-        "MLA_TILE": tiles.get(mode, 1 << (kv_dim - 1).bit_length()),
+        "MLA_TILE": tiles.get(mode, max(1 << (kv_dim - 1).bit_length(), 2)),
         "MLA_LIMIT": codecs.fp8_limit(fp8_dtype, pow2_scaled=mode == "fp8_ds_mla"),
         "INDEX_DIM": index_dim,
         "INDEX_ROPE_DIM": index_rope_dim,
