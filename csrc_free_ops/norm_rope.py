@@ -37,9 +37,9 @@ from .rows import (
     finite_amax_pieces,
     load_cos_sin,
     load_pairs,
+    load_pieces,
     load_position,
     load_row,
-    load_tail,
     store_normed_row,
     store_pairs,
     store_tail,
@@ -55,27 +55,20 @@ def tile_dims(DIM: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def norm_kv(x, weight_ptr, eps, DIM: tl.constexpr, TILE: tl.constexpr):
+def norm_kv(x, weight, eps, DIM: tl.constexpr):
     """fp32 RMSNorm of a row in tiles."""
-    dims = tile_dims(DIM, TILE)
-    weight = tl.load(weight_ptr + dims, mask=dims < DIM, other=0.0).to(tl.float32)
     x = x.to(tl.float32)
-    a, b = tl.split(tl.reshape(x, (x.shape[0], TILE // 2, 2)))
+    a, b = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
     squares = tl.sum(tl.sum(square_sum(a, b), axis=1), axis=0)
-    return x * inverse_rms(squares, eps, DIM) * weight
+    return x * inverse_rms(squares, eps, DIM) * weight.to(tl.float32)
 
 
 @triton.jit
 def norm_index_key(
-    a, b, c, d, weight_ptr, bias_ptr, eps,
-    DIM: tl.constexpr, ROPE_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
+    a, b, c, d, weight_a, weight_b, weight_c, weight_d, bias_a, bias_b, bias_c, bias_d, eps,
+    DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
 ):  # fmt: skip
-    """fp32 LayerNorm of a row in four pieces: the members of the pairs, the halves of the tail."""
-    # Behind the reductions their latency would add to the longest chain of a small batch.
-    weight_a, weight_b = load_pairs(weight_ptr, True, 1, ROPE_DIM, INTERLEAVED)
-    bias_a, bias_b = load_pairs(bias_ptr, True, 1, ROPE_DIM, INTERLEAVED)
-    weight_c, weight_d = load_tail(weight_ptr, True, DIM, ROPE_DIM)
-    bias_c, bias_d = load_tail(bias_ptr, True, DIM, ROPE_DIM)
+    """fp32 LayerNorm of a row in `load_pieces`."""
     a = a.to(tl.float32)
     b = b.to(tl.float32)
     c = c.to(tl.float32)
@@ -147,8 +140,7 @@ def norm_rope_kernel(
     do_index = every_task | (task == 1)
     do_kv = every_task | (task == 2)
 
-    # All loads of a token are in flight before the first of them is used; those that others
-    # depend on come first.
+    # All loads of a token that need no other are in flight before the first of them is used.
     position = load_position(positions_ptr, token, do_index | do_kv)
     if mla_kv_cache_ptr is not None:
         mask = do_kv & (token < num_slots)
@@ -166,8 +158,9 @@ def norm_rope_kernel(
         pe_a, pe_b = load_pairs(k_pe_ptr + token * k_pe_row_stride, do_kv, 1, ROPE_DIM, True)
     if index_k_ptr is not None:
         index_row = index_k_ptr + token * index_k_row_stride
-        key_a, key_b = load_pairs(index_row, do_index, 1, INDEX_ROPE_DIM, INDEX_INTERLEAVED)
-        key_c, key_d = load_tail(index_row, do_index, INDEX_DIM, INDEX_ROPE_DIM)
+        key_a, key_b, key_c, key_d = load_pieces(
+            index_row, do_index, INDEX_DIM, INDEX_ROPE_DIM, INDEX_INTERLEAVED
+        )
 
     if topk_indices_buffer_ptr is not None:
         if every_task | (task == 3):
@@ -175,11 +168,12 @@ def norm_rope_kernel(
 
     if HAS_KV:
         if do_kv:
+            kv_weight = tl.load(kv_norm_weight_ptr + kv_dims, mask=kv_dims < KV_DIM, other=0.0)
             cos, sin = load_cos_sin(
                 position, rope_cos_sin_ptr, table_row_stride, table_rows, ROPE_DIM
             )
+            kv = norm_kv(kv_c, kv_weight, kv_eps, KV_DIM)
             k_a, k_b = rotate(pe_a, pe_b, cos, sin)
-            kv = norm_kv(kv_c, kv_norm_weight_ptr, kv_eps, KV_DIM, MLA_TILE)
             if mla_kv_cache_ptr is not None:
                 entry = mla_kv_cache_ptr + slot // MLA_BLOCK_SIZE * mla_block_stride
                 entry += slot % MLA_BLOCK_SIZE * mla_entry_stride
@@ -209,14 +203,19 @@ def norm_rope_kernel(
 
     if index_k_ptr is not None:
         if do_index:
+            w_a, w_b, w_c, w_d = load_pieces(
+                index_k_norm_weight_ptr, True, INDEX_DIM, INDEX_ROPE_DIM, INDEX_INTERLEAVED
+            )
+            b_a, b_b, b_c, b_d = load_pieces(
+                index_k_norm_bias_ptr, True, INDEX_DIM, INDEX_ROPE_DIM, INDEX_INTERLEAVED
+            )
             cos, sin = load_cos_sin(
                 position, index_rope_cos_sin_ptr, index_table_row_stride, index_table_rows,
                 INDEX_ROPE_DIM,
             )  # fmt: skip
             i_a, i_b, i_c, i_d = norm_index_key(
-                key_a, key_b, key_c, key_d,
-                index_k_norm_weight_ptr, index_k_norm_bias_ptr, index_eps,
-                INDEX_DIM, INDEX_ROPE_DIM, INDEX_INTERLEAVED,
+                key_a, key_b, key_c, key_d, w_a, w_b, w_c, w_d, b_a, b_b, b_c, b_d, index_eps,
+                INDEX_DIM, INDEX_ROPE_DIM,
             )  # fmt: skip
             i_a, i_b = rotate(i_a, i_b, cos, sin)
             if index_k_out_ptr is not None:
@@ -245,6 +244,5 @@ def norm_rope_kernel(
                 )
 
     if do_query:
-        store_normed_row(
-            q_c_out_ptr + token * q_out_row_stride, q_head, q_tail, q_norm_weight_ptr, q_eps, Q_DIM
-        )
+        q_out = q_c_out_ptr + token * q_out_row_stride
+        store_normed_row(q_out, q_head, q_tail, q_norm_weight_ptr, q_eps, Q_DIM, False)

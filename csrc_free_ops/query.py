@@ -35,12 +35,13 @@ from .rows import (
 
 @triton.jit
 def pack_query(
-    token, tile, position, table_ptr, table_row_stride, table_rows,
+    token, tile, positions_ptr, table_ptr, table_row_stride, table_rows,
     q_pe_ptr, q_pe_row_stride, q_pe_head_stride,
     nope_ptr, nope_row_stride, nope_head_stride, scale_ptr, out_ptr,
     HEADS: tl.constexpr, NOPE_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, QUANTIZE: tl.constexpr,
     TILE: tl.constexpr, LIMIT: tl.constexpr, FNUZ: tl.constexpr, SOFT: tl.constexpr,
 ):  # fmt: skip
+    position = load_position(positions_ptr, token, True)
     heads = tile.to(tl.int64) * TILE + tl.arange(0, TILE)[:, None]
     mask = heads < HEADS
     q_pe = q_pe_ptr + token * q_pe_row_stride + heads * q_pe_head_stride
@@ -49,13 +50,13 @@ def pack_query(
         BLOCK: tl.constexpr = triton.next_power_of_2(NOPE_DIM)
         dims = tl.arange(0, BLOCK)[None, :]
         nope = nope_ptr + token * nope_row_stride + heads * nope_head_stride
-        x = tl.load(nope + dims, mask=mask & (dims < NOPE_DIM), other=0.0).to(tl.float32)
+        x = tl.load(nope + dims, mask=mask & (dims < NOPE_DIM), other=0.0)
         scale = tl.load(scale_ptr)
         cos, sin = load_cos_sin(position, table_ptr, table_row_stride, table_rows, ROPE_DIM)
         a, b = rotate(a, b, cos, sin)
         out = as_bytes(out_ptr) + (token * HEADS + heads) * (NOPE_DIM + ROPE_DIM)
         power, high, low = split_reciprocal(scale)
-        codes = e4m3_code(divide(x, power, high, low), LIMIT, FNUZ, SOFT)
+        codes = e4m3_code(divide(x.to(tl.float32), power, high, low), LIMIT, FNUZ, SOFT)
         tl.store(out + dims, codes, mask=mask & (dims < NOPE_DIM))
         a = e4m3_code(divide(a, power, high, low), LIMIT, FNUZ, SOFT)
         b = e4m3_code(divide(b, power, high, low), LIMIT, FNUZ, SOFT)
@@ -70,12 +71,13 @@ def pack_query(
 
 @triton.jit
 def quantize_index_query(
-    token, tile, position, table_ptr, table_row_stride, table_rows,
+    token, tile, positions_ptr, table_ptr, table_row_stride, table_rows,
     index_q_ptr, index_q_row_stride, index_q_head_stride,
     weights_ptr, weights_row_stride, softmax_scale, head_scale, out_ptr, weights_out_ptr,
     HEADS: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
     TILE: tl.constexpr, LIMIT: tl.constexpr, FNUZ: tl.constexpr, SOFT: tl.constexpr,
 ):  # fmt: skip
+    position = load_position(positions_ptr, token, True)
     heads = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
     rows = heads[:, None]
     mask = rows < HEADS
@@ -130,10 +132,9 @@ def query_kernel(
     MQA_TILES: tl.constexpr = triton.cdiv(HEADS, TILE)
     TASKS: tl.constexpr = MQA_TILES + triton.cdiv(INDEX_HEADS, INDEX_TILE)
     token, task = grouped_program(GROUP, TASKS)
-    position = load_position(positions_ptr, token, True)
     if task < MQA_TILES:
         pack_query(
-            token, task, position, q_pe_cos_sin_ptr, table_row_stride, table_rows,
+            token, task, positions_ptr, q_pe_cos_sin_ptr, table_row_stride, table_rows,
             q_pe_ptr, q_pe_row_stride, tl.cast(q_pe_head_step, tl.int64) * Q_PE_STEP,
             ql_nope_ptr, nope_row_stride, tl.cast(nope_head_step, tl.int64) * NOPE_STEP,
             q_scale_ptr, mqa_q_ptr,
@@ -143,8 +144,9 @@ def query_kernel(
         if index_q_ptr is not None:
             quantize_index_query(
                 token, task - MQA_TILES,
-                position, index_q_cos_sin_ptr, index_table_row_stride, index_table_rows,
-                index_q_ptr, index_q_row_stride, tl.cast(index_q_head_step, tl.int64) * INDEX_Q_STEP,
+                positions_ptr, index_q_cos_sin_ptr, index_table_row_stride, index_table_rows,
+                index_q_ptr, index_q_row_stride,
+                tl.cast(index_q_head_step, tl.int64) * INDEX_Q_STEP,
                 index_weights_ptr, weights_row_stride, softmax_scale, head_scale,
                 index_q_fp8_ptr, index_weights_out_ptr,
                 INDEX_HEADS, INDEX_DIM, INDEX_ROPE_DIM, INDEX_INTERLEAVED,

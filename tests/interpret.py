@@ -28,7 +28,8 @@ from csrc_free_ops.numerics import (
     finite_amax,
     pow2_exponent,
     pow2_reciprocal,
-    pow2ceil,
+    row_scale,
+    tile_scale,
 )
 from csrc_free_ops.rows import grouped_program
 from dsv32_ops import launch
@@ -229,8 +230,10 @@ def only(tokens, group):
 def program_of(token, task, num_tokens, tasks, group):
     """(x, y) of the program that does a task of a token."""
     first = token // group * group
-    size = min(num_tokens - first, group)
-    number = first * tasks + task * size + token - first
+    member = task * group + token - first
+    if first + group > num_tokens:
+        member = (token - first) * tasks + task
+    number = first * tasks + member
     return number % num_tokens, number // num_tokens
 
 
@@ -285,8 +288,10 @@ def code_kernel(
         y = e2m1_code(x)
     elif FUNCTION == "e4m3_value":
         y = e4m3_value(x)
-    elif FUNCTION == "pow2ceil":
-        y = pow2ceil(x)
+    elif FUNCTION == "row_scale":
+        y = row_scale(x, LIMIT)
+    elif FUNCTION == "tile_scale":
+        y = tile_scale(x, LIMIT)
     elif FUNCTION == "pow2_reciprocal":
         y = pow2_reciprocal(x)
     elif FUNCTION == "pow2_exponent":

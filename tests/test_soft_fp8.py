@@ -99,15 +99,16 @@ def test_the_comparison_sees_a_wrong_code(mistake):
         assert_codes(wrong, right, x)
 
 
-def test_pow2ceil_is_the_smallest_power_of_two_at_or_above(interpreter):
+@pytest.mark.parametrize("limit", [448.0, 224.0])
+def test_scales_are_the_smallest_powers_of_two_that_suffice(interpreter, limit):
     x = patterns()
-    normal = x[(x >= 2.0**-126) & (x <= 2.0**127)]
-    powers = torch.tensor(2.0).pow(torch.arange(-126, 128))
-    ulps = (1.0 - 2.0**-24) * powers[1:], (1.0 + 2.0**-23) * powers[:-1]
-    x = torch.cat([normal, powers, *ulps])
-    got, _ = interpreter(interpret.soft_codes, "pow2ceil", x)
-    assert np.array_equal(got.numpy(), oracle.pow2ceil(x.numpy()).astype(np.float32))
-    assert torch.equal(got, codecs.pow2ceil(x))
+    edges = limit * torch.tensor(2.0).pow(torch.arange(-120, 116))
+    edges = torch.cat([edges, (1.0 - 2.0**-24) * edges, (1.0 + 2.0**-23) * edges])
+    x = torch.cat([x[(x >= 0) & x.isfinite()], edges])
+    for function in ("row_scale", "tile_scale"):
+        got, _ = interpreter(interpret.soft_codes, function, x, limit)
+        expected = getattr(oracle, function)(x.numpy(), limit).astype(np.float32)
+        assert np.array_equal(got.numpy(), expected), function
 
 
 def test_powers_of_two_have_exact_reciprocals_and_exponent_bytes(interpreter):
@@ -166,15 +167,13 @@ def test_soft_e2m1_equals_the_encoder_for_all_floats():
 
 
 @on_gpu
-def test_pow2ceil_of_all_positive_normal_floats():
+@pytest.mark.parametrize("function", ["row_scale", "tile_scale"])
+def test_scales_of_all_finite_amax(function):
+    """Each equals the power of two that a correctly rounded division leads to."""
     for x in every_float():
-        x = x[(x >= 2.0**-126) & (x <= 2.0**127)]
-        if x.numel() == 0:
-            continue
-        got = interpret.codes("pow2ceil", x)
-        # A power of two is the smallest one at or above x if its half is below x.
-        assert ((got.view(torch.int32) & 0x7FFFFF) == 0).all()
-        assert ((got >= x) & (got.double() / 2 < x.double())).all()
+        x = x[(x >= 0) & x.isfinite()]
+        if x.numel():
+            assert torch.equal(interpret.codes(function, x), getattr(codecs, function)(x))
 
 
 @on_gpu
