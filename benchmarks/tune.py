@@ -28,8 +28,8 @@ from rich.table import Table
 from csrc_free_ops.mtp import eh_norm_kernel, embed_norm_kernel
 from csrc_free_ops.norm_rope import norm_rope_kernel
 from csrc_free_ops.query import query_kernel
-from dsv32_ops import launch, models, testing
-from dsv32_ops.bench import timing
+from dsv32_ops import launch
+from dsv32_ops.bench import cases, timing
 from dsv32_ops.bench.stream import CONFIGS, StreamBuffers
 from dsv32_ops.bench.traffic import traffic
 from dsv32_ops.geometry import Grid
@@ -82,24 +82,17 @@ def _query_variant(inputs: str, warps: int, tile: int, index_tile: int, group: i
     return Variant("fused_q", inputs, warps, constants=constants)
 
 
-def inputs_of(variant: Variant, num_tokens: int, device: str, seed: int) -> dict[str, Any]:
-    config = models.PRESETS["deepseek-v3.2"]
-    common = {"device": device, "seed": seed}
+def inputs_of(variant: Variant, num_tokens: int, device: torch.device, seed: int) -> dict[str, Any]:
+    preset = "deepseek-v3.2"
     if variant.op == "fused_norm_rope":
-        mode = variant.inputs.split()[0]
-        inputs = testing.norm_rope_inputs(config, num_tokens, mode=mode, **common)
-        return {**inputs, "fill_topk": "no fill" not in variant.inputs}
-    if variant.op == "fused_q":
+        mode, *no_fill = variant.inputs.split(maxsplit=1)
+        case = cases.Case(variant.op, preset, mode=mode, fill_topk=not no_fill)
+    elif variant.op == "fused_q":
         heads, kind = variant.inputs.removeprefix("H=").split()
-        return testing.q_inputs(
-            config, num_tokens, int(heads), quantize_mqa=kind == "fp8", **common
-        )
-    build = {
-        "fused_eh_norm": testing.eh_norm_inputs,
-        "fused_embed_norm": testing.embed_norm_inputs,
-        "fused_embed_eh_norm": testing.embed_eh_norm_inputs,
-    }[variant.op]
-    return build(config, num_tokens, **common)
+        case = cases.Case(variant.op, preset, int(heads), query=kind)
+    else:
+        case = cases.Case(variant.op, preset)
+    return cases.build(case, num_tokens, device, seed)
 
 
 def call_of(variant: Variant, inputs: dict[str, Any]) -> tuple[Callable[[], Any], list[Any]]:
@@ -139,7 +132,7 @@ def call_of(variant: Variant, inputs: dict[str, Any]) -> tuple[Callable[[], Any]
 
 
 def compile_variant(variant: Variant) -> None:
-    call, _ = call_of(variant, inputs_of(variant, 2, "cuda", 0))
+    call, _ = call_of(variant, inputs_of(variant, 2, torch.device("cuda"), 0))
     call()
     torch.cuda.synchronize()
 
@@ -147,11 +140,11 @@ def compile_variant(variant: Variant) -> None:
 def measure(group: list[Variant], num_tokens: int) -> tuple[dict[str, float], float]:
     """Microseconds of each variant of one op and input kind, and the streaming floor."""
     device = torch.device("cuda")
-    inputs = inputs_of(group[0], num_tokens, "cuda", 0)
+    inputs = inputs_of(group[0], num_tokens, device, 0)
     _, outputs = call_of(group[0], inputs)
     moved = traffic(inputs, outputs)
     copies = timing.num_copies(num_tokens, moved.total)
-    sets = [inputs, *(inputs_of(group[0], num_tokens, "cuda", 1 + i) for i in range(copies - 1))]
+    sets = [inputs, *(inputs_of(group[0], num_tokens, device, 1 + i) for i in range(copies - 1))]
     us = {}
     for variant in group:
         calls = [call_of(variant, inputs)[0] for inputs in sets]

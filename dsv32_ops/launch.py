@@ -182,8 +182,7 @@ MAX_SHORTCUTS = 4096
 def signature(name: str, args: Sequence[Any]) -> Any:
     """What decides the checks, the preparation and the binary of a call, addresses aside."""
     shapes = [
-        (a.shape, a.stride(), a.dtype, a.get_device()) if isinstance(a, Tensor) else a
-        for a in args
+        (a.shape, a.stride(), a.dtype, a.get_device()) if isinstance(a, Tensor) else a for a in args
     ]
     if torch.is_grad_enabled():
         # The checks refuse a call that needs a gradient, so such a key is never remembered.

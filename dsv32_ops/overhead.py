@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from . import checks, launch, models, testing
-from .bench.timing import host_time
+from .bench.timing import Call, host_times
 from .ops import norm_rope, query
 
 
@@ -80,24 +80,22 @@ def _breakdown(
     check: Callable[[], Any], prepare: Callable[[], tuple[Any, ...]],
     allocate: Callable[[], Any], kernel: Any, num_warps: int, result: Any,
 ) -> dict[str, float]:  # fmt: skip
-    """Each part on its own, then whole calls. On a CPU a whole call is mostly the computation."""
+    """Each part on its own, and whole calls. On a CPU a whole call is mostly the computation."""
     grid, args, constants = prepare()
-    rows = {
-        "dispatcher (a kernel that does nothing)": host_time(
-            _dispatch_only(op, values, result), device
-        ),
-        "allocation of the outputs": host_time(allocate, device),
-        "key of the shortcut": host_time(lambda: launch.signature("", values), device),
-        "first call of its kind: checks": host_time(check, device),
-        "first call of its kind: preparation": host_time(prepare, device),
+    parts: dict[str, Call] = {
+        "dispatcher (a kernel that does nothing)": _dispatch_only(op, values, result),
+        "allocation of the outputs": allocate,
+        "key of the shortcut": lambda: launch.signature("", values),
+        "first call of its kind: checks": check,
+        "first call of its kind: preparation": prepare,
     }
     if device.type == "cuda":
-        rows["first call of its kind: Triton's launch"] = host_time(
-            lambda: launch.launch(kernel, grid, args, constants, device, num_warps), device
+        parts["first call of its kind: Triton's launch"] = lambda: launch.launch(
+            kernel, grid, args, constants, device, num_warps
         )
-    rows["whole call, keywords"] = host_time(lambda: op(**inputs), device)
-    rows["whole call, positional"] = host_time(lambda: op(*values), device)
-    return rows
+    parts["whole call, keywords"] = lambda: op(**inputs)
+    parts["whole call, positional"] = lambda: op(*values)
+    return dict(zip(parts, host_times(list(parts.values()), device), strict=True))
 
 
 def _positional(op: Any, inputs: dict[str, Any]) -> tuple[Any, ...]:

@@ -18,7 +18,18 @@ from triton.compiler import ASTSource, compile
 import dsv32_ops  # noqa: F401  registers the ops
 from dsv32_ops import reference, testing
 from dsv32_ops.__main__ import main
-from dsv32_ops.bench import against, calls, cases, compare, measure, plain, plots, report, results
+from dsv32_ops.bench import (
+    against,
+    calls,
+    cases,
+    compare,
+    measure,
+    plain,
+    plots,
+    report,
+    results,
+    timing,
+)
 from dsv32_ops.bench.stream import CONFIGS, stream_kernel
 from dsv32_ops.bench.traffic import Traffic, traffic
 from dsv32_ops.models import PRESETS
@@ -103,6 +114,25 @@ def test_the_matrix() -> None:
     assert cases.TOKENS[0] == 1 and cases.TOKENS[-1] == 131072 and len(cases.TOKENS) == 18
     kimi = cases.select(ops=["fused_norm_rope"], presets=["kimi-k2"], modes=["auto"])
     assert kimi == [cases.Case("fused_norm_rope", "kimi-k2", mode="auto", fill_topk=True)]
+
+
+@pytest.mark.parametrize(("num_tokens", "scattered"), [(512, False), (700, False), (700, True)])
+def test_slots_are_those_of_decoding_and_of_a_prefill(num_tokens: int, scattered: bool) -> None:
+    case = cases.Case("fused_norm_rope", "deepseek-v3.2", mode="auto", fill_topk=False)
+    slots = cases.build(case, num_tokens, CPU, scattered=scattered)["slot_mapping"]
+    assert slots.shape == slots.unique().shape == (num_tokens,)
+    following = (slots.diff() == 1).float().mean().item()
+    blocks = (slots[::64].diff() == 64).float().mean().item()
+    assert blocks < 0.5
+    assert following > 0.95 if num_tokens > 512 and not scattered else following < 0.05
+
+
+def test_host_times_takes_turns() -> None:
+    order: list[str] = []
+    both = [lambda: order.append("a"), lambda: order.append("b")]
+    times = timing.host_times(both, CPU, repeats=2, batches=3)
+    assert len(times) == 2 and min(times) > 0
+    assert "".join(order) == "ab" + 3 * "aabb"
 
 
 def test_clone_keeps_strides_and_sharing_and_copies() -> None:

@@ -76,8 +76,22 @@ def select(
     return cases
 
 
-def build(case: Case, num_tokens: int, device: torch.device, seed: int = 0) -> dict[str, Any]:
-    """Keyword arguments of the op, with the strides that a model gives its tensors."""
+# Up to here a batch is a decoding one: every token belongs to another sequence.
+DECODE_TOKENS = 512
+
+
+def build(
+    case: Case,
+    num_tokens: int,
+    device: torch.device,
+    seed: int = 0,
+    scattered: bool = False,
+) -> dict[str, Any]:
+    """Keyword arguments of the op, with the strides and slots that a model's tensors have.
+
+    Slots are in random order while decoding. Above ``DECODE_TOKENS`` they are a prefill's: blocks
+    in random order, consecutive tokens inside each, unless ``scattered``.
+    """
     config = PRESETS[case.config]
     options: dict[str, Any] = {"device": device, "seed": seed}
     # Two rows only, because the models' own tables replace them.
@@ -88,6 +102,8 @@ def build(case: Case, num_tokens: int, device: torch.device, seed: int = 0) -> d
             config, num_tokens, mode=case.mode, **tables, **options
         )
         arguments["fill_topk"] = case.fill_topk
+        if num_tokens > DECODE_TOKENS and not scattered:
+            arguments["slot_mapping"] = _prefill_slots(arguments["mla_kv_cache"], num_tokens)
         return _with_tables(config, arguments, device)
     if case.op == "fused_q":
         quantize = case.query == "fp8"
@@ -105,6 +121,12 @@ def build(case: Case, num_tokens: int, device: torch.device, seed: int = 0) -> d
     table = _embed_table(config, device)
     ids = torch.randint(0, table.shape[0], arguments["input_ids"].shape, device=device)
     return arguments | {"embed_table": table, "input_ids": ids}
+
+
+def _prefill_slots(cache: Tensor, num_tokens: int) -> Tensor:
+    blocks, block_size = cache.shape[:2]
+    first = torch.randperm(blocks, device=cache.device)[:, None] * block_size
+    return (first + torch.arange(block_size, device=cache.device)).flatten()[:num_tokens]
 
 
 def _with_tables(

@@ -38,7 +38,8 @@ def run(options: argparse.Namespace) -> int:
     plan = plan_of(options, device, old)
     compiles = options.baseline == "compile" and not options.quick and device.type != "cpu"
     others = [against.parse(text) for text in options.against]
-    measurer = Measurer(device, others, COMPILE_TOKENS if compiles else ())
+    scattered = options.slots == "scattered"
+    measurer = Measurer(device, others, COMPILE_TOKENS if compiles else (), scattered)
     measured, path, failures = _measure(measurer, plan, options, device)
     if old is not None:
         _repeat_slower(measurer, old, measured)

@@ -36,6 +36,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     chosen.add_argument(
         "--tokens", type=positives, metavar="N[,N...]", help="default: 1,2,4..131072"
     )
+    chosen.add_argument(
+        "--slots",
+        choices=("serving", "scattered"),
+        default="serving",
+        help="serving (default): random order up to 512 tokens, as in decoding, and a prefill's "
+        "above: consecutive inside blocks in random order; scattered: random order always",
+    )
     chosen.add_argument("--quick", action="store_true", help="a subset of about 20 rows")
     chosen.add_argument("--device", help="torch device (default: cuda if there is one, else cpu)")
     beside = parser.add_argument_group("what it is measured against")

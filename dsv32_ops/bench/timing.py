@@ -103,18 +103,26 @@ def wall_time(call: Call, seconds: float = 1.0, most: int = 20) -> Timing:
     return _summary(samples, "wall clock")
 
 
-def host_time(call: Call, device: torch.device, calls: int = 20, batches: int = 10) -> float:
-    """Median microseconds until an eager call returns; the device is idle before each batch."""
-    samples = []
-    call()
+def host_times(
+    calls: Sequence[Call], device: torch.device, repeats: int = 20, batches: int = 10
+) -> list[float]:
+    """Median microseconds until each eager call returns; the device is idle before each batch.
+
+    Batches take turns between the calls: a host may be half as fast for a tenth of a second, and
+    then all of them are.
+    """
+    samples: list[list[float]] = [[] for _ in calls]
+    for call in calls:
+        call()
     for _ in range(batches):
-        if device.type != "cpu":
-            torch.cuda.synchronize()
-        for _ in range(calls):
-            start = time.perf_counter_ns()
-            call()
-            samples.append((time.perf_counter_ns() - start) * 1e-3)
-    return statistics.median(samples)
+        for call, times in zip(calls, samples, strict=True):
+            if device.type != "cpu":
+                torch.cuda.synchronize()
+            for _ in range(repeats):
+                start = time.perf_counter_ns()
+                call()
+                times.append((time.perf_counter_ns() - start) * 1e-3)
+    return [statistics.median(times) for times in samples]
 
 
 def _summary(samples: list[float], method: str) -> Timing:
