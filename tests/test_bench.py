@@ -498,6 +498,6 @@ def test_rows_on_a_gpu(tmp_path, capsys) -> None:
     found = only_file(tmp_path)
     assert found["copy_gb_s"] > 100
     for r in found["rows"]:
-        assert r["method"] == ("do_bench" if r["num_tokens"] > 8192 else "graph")
+        assert r["method"] == ("do_bench" if r["num_tokens"] > timing.GRAPH_MAX else "graph")
         assert 0 < r["floor_us"] and 0 < r["fraction_of_floor"] < 1.5
     assert len(list(tmp_path.glob("*.png"))) == 2

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import gc
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,6 +14,9 @@ import torch
 import triton
 
 from dsv32_ops import launch, models, testing
+from dsv32_ops.geometry import Grid
+from dsv32_ops.ops import norm_rope as norm_rope_op
+from dsv32_ops.ops import query as query_op
 
 CONFIG = models.PRESETS["deepseek-v3.2"]
 gpu = pytest.mark.gpu
@@ -38,22 +46,6 @@ def test_an_unknown_launcher_is_left_alone() -> None:
     assert not launch._known_launcher(object())
 
 
-def test_the_key_tells_apart_what_decides_a_launch() -> None:
-    x = torch.empty(4, 6)
-    keys = {
-        launch.signature("op", (x, None, 1e-6)),
-        launch.signature("op", (x[:, :5], None, 1e-6)),
-        launch.signature("op", (x.t().contiguous().t(), None, 1e-6)),
-        launch.signature("op", (x.half(), None, 1e-6)),
-        launch.signature("op", (None, x, 1e-6)),
-        launch.signature("op", (x, None, 1e-5)),
-        launch.signature("op", (x.clone().requires_grad_(), None, 1e-6)),
-        launch.signature("other", (x, None, 1e-6)),
-    }
-    assert len(keys) == 8
-    assert launch.signature("op", (x.clone(), None, 1e-6)) in keys
-
-
 @pytest.fixture
 def shortcuts(monkeypatch):
     monkeypatch.setattr(launch, "_shortcuts", {})
@@ -69,17 +61,197 @@ def results(inputs: dict[str, Any]) -> list[torch.Tensor]:
     return [torch.ops.dsv32.fused_norm_rope(**inputs), *(inputs[name] for name in names)]
 
 
+class Recorder:
+    """The GPU path on CPU tensors: records what either way hands to the compiled kernel."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.long: list[list[Any]] = []
+        self.short: list[list[Any]] = []
+        monkeypatch.setattr(launch, "launch", self._launch)
+        monkeypatch.setattr(launch, "_empty_strided", self._empty_strided)
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
+
+    @staticmethod
+    def _empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype)
+
+    def _launch(self, kernel, grid, args, constants, device, num_warps):
+        self.long.append([_address(arg) for arg in (*args, *constants.values())])
+        return Compiled(Recording(self.short, grid.launch()))
+
+    def same(self, function: Any, args: Sequence[Any]) -> None:
+        """A call takes the shortcut, with the arguments that the long way has for its tensors."""
+        before = len(self.long)
+        outputs = function(*args)
+        assert len(self.long) == before, "the long way"
+        taken = self.short[-1]
+        written = outputs if isinstance(outputs, tuple) else (outputs,)
+        launch._shortcuts.clear()
+        again = function(*args)
+        expected = self.long.pop()
+        renamed = dict(
+            zip(
+                map(_address, again if isinstance(again, tuple) else (again,)),
+                map(_address, written),
+                strict=True,
+            )
+        )
+        assert taken == [
+            renamed.get(value, value) if isinstance(value, int) else value for value in expected
+        ]
+
+
+class Recording(Launcher):
+    def __init__(self, calls: list[list[Any]], grid: tuple[int, ...]) -> None:
+        self._calls, self._grid = calls, grid
+
+    def __call__(
+        self, gridX, gridY, gridZ, stream, function, kernel_metadata, launch_metadata,
+        launch_enter_hook, launch_exit_hook, *args,
+    ):  # fmt: skip
+        assert (gridX, gridY, gridZ) == self._grid and stream == 77
+        self._calls.append(list(args))
+
+
+def _address(value: Any) -> Any:
+    return value.data_ptr() if isinstance(value, torch.Tensor) else value
+
+
+@pytest.fixture
+def recorder(monkeypatch, shortcuts) -> Recorder:
+    return Recorder(monkeypatch)
+
+
+def positional(op: str, inputs: dict[str, Any]) -> list[Any]:
+    arguments = getattr(torch.ops.dsv32, op).default._schema.arguments
+    return [inputs.get(a.name, a.default_value) for a in arguments if a.name != "index_k_out"]
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "fp8": {"mode": "fp8"},
+    "one table for both": {"shared_table": True},
+    "no caches": {"caches": False},
+    "outs": {"outs": True},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_both_ways_hand_the_same_arguments_to_the_kernel(variant, recorder) -> None:
+    def args(seed: int) -> list[Any]:
+        options = VARIANTS[variant]
+        return positional(
+            "fused_norm_rope", testing.norm_rope_inputs(CONFIG, 9, seed=seed, **options)
+        )
+
+    norm_rope_op._cuda(*args(0))
+    assert len(launch._shortcuts) == 1
+    recorder.same(norm_rope_op._cuda, args(1))
+
+
+@pytest.mark.parametrize("quantize", [True, False])
+@pytest.mark.parametrize("shared", [True, False])
+def test_both_ways_of_the_query(quantize, shared, recorder) -> None:
+    first, second = (
+        positional(
+            "fused_q",
+            testing.q_inputs(CONFIG, 9, 16, seed=s, quantize_mqa=quantize, shared_table=shared),
+        )
+        for s in (0, 1)
+    )
+    query_op._cuda(*first)
+    recorder.same(query_op._cuda, second)
+
+
+def test_out_in_place_and_then_elsewhere(recorder) -> None:
+    """A call remembered in place must not make the next one write its input."""
+    first, second = (
+        positional("fused_norm_rope", testing.norm_rope_inputs(CONFIG, 9, seed=s)) for s in (0, 1)
+    )
+    first[1], second[1] = first[1].contiguous(), second[1].contiguous()
+    norm_rope_op._cuda(*first, q_c_out=first[1])
+    out = torch.empty_like(second[1])
+    recorder.same(functools.partial(norm_rope_op._cuda, q_c_out=out), second)
+    assert {out.data_ptr(), second[1].data_ptr()} <= set(recorder.short[-1])
+
+
+def test_an_unaligned_tensor_goes_the_long_way(recorder) -> None:
+    args = positional("fused_norm_rope", testing.norm_rope_inputs(CONFIG, 9))
+    norm_rope_op._cuda(*args)
+    weight = args[2]
+    args[2] = torch.cat((weight[:1], weight))[1:]
+    norm_rope_op._cuda(*args)
+    assert len(recorder.long) == 2 and not recorder.short
+
+
+CHANGES = {
+    "other sizes": lambda t: t[:, : t.shape[1] // 2],
+    "other strides": lambda t: t.t().contiguous().t(),
+    "other type": lambda t: t.half(),
+    "needs a gradient": lambda t: t.clone().requires_grad_(),
+    "a parameter": torch.nn.Parameter,
+    "none": lambda t: None,
+}
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_decides_a_launch_is_compared(change, fallback, shortcuts, monkeypatch) -> None:
+    if fallback:
+        monkeypatch.setattr(launch, "guard", launch._PythonGuard)
+    remembered = [torch.empty(9, 8), torch.empty(9, 6), 1e-6, None, "auto"]
+    shortcut = launch.Shortcut(
+        Compiled(Launcher()), Grid(9, 1), remembered, [[0, 1], []], [], [], [], 0
+    )
+    fresh = [torch.empty(9, 8), torch.empty(9, 6), 1e-6, None, "auto"]
+    assert shortcut.matches(fresh)
+    assert not shortcut.matches([*fresh[:2], 1e-5, None, "auto"])
+    assert not shortcut.matches([*fresh[:4], "fp8"])
+    with torch.no_grad() if change == "a parameter" else contextlib.nullcontext():
+        changed = [fresh[0], CHANGES[change](fresh[1]), *fresh[2:]]
+        key, _ = launch.find_shortcut("op", changed)
+        assert key != launch.find_shortcut("op", fresh)[0] or not shortcut.matches(changed)
+
+
+def test_a_zero_factor_is_not_remembered(recorder) -> None:
+    """0.0 equals -0.0."""
+    inputs = testing.q_inputs(CONFIG, 9, 16)
+    inputs["index_weights_softmax_scale"] = 0.0
+    query_op._cuda(*positional("fused_q", inputs))
+    assert not launch._shortcuts
+
+
+def test_no_tensor_is_kept(recorder) -> None:
+    args = positional("fused_norm_rope", testing.norm_rope_inputs(CONFIG, 9))
+    kept = [weakref.ref(arg) for arg in args if isinstance(arg, torch.Tensor)]
+    norm_rope_op._cuda(*args)
+    assert launch._shortcuts
+    del args
+    gc.collect()
+    assert not any(ref() is not None for ref in kept)
+
+
+def test_alike_calls_are_bounded(recorder, monkeypatch) -> None:
+    monkeypatch.setattr(launch, "MAX_ALIKE", 3)
+    for rows in range(10, 20):
+        inputs = testing.norm_rope_inputs(CONFIG, 9, table_rows=rows)
+        norm_rope_op._cuda(*positional("fused_norm_rope", inputs))
+    (alike,) = launch._shortcuts.values()
+    assert len(alike) == 3 and len(recorder.long) == 10
+
+
 @gpu
 def test_the_second_call_takes_it_and_gives_the_same_bytes(shortcuts) -> None:
     torch.ops.dsv32.fused_norm_rope(**norm_rope(0))
-    (shortcut,) = shortcuts.values()
+    assert len(shortcuts) == 1
     taken = results(norm_rope(1))
     shortcuts.clear()
     for short, long in zip(taken, results(norm_rope(1)), strict=True):
         assert testing.same_bytes(short, long)
     # With the launcher replaced by nothing, a call that takes the shortcut writes nothing.
     torch.ops.dsv32.fused_norm_rope(**norm_rope(0))
-    (shortcut,) = shortcuts.values()
+    ((shortcut,),) = shortcuts.values()
     shortcut.run = lambda *args: None
     inputs = norm_rope(2)
     before = inputs["mla_kv_cache"].clone()

@@ -16,7 +16,7 @@ Call = Callable[[], Any]
 # just written and sit in L2.
 SAME_BUFFERS_MAX = 512
 # Above it do_bench flushes the cache; below, its launches are so short that a slow host shows.
-GRAPH_MAX = 8192
+GRAPH_MAX = 16_384
 GRAPH_LAUNCHES = 20
 GRAPH_REPLAYS = 30
 # Rotating buffers must not fit the L2 cache (60 MB on an H200, 126 MB on a B200).
@@ -46,7 +46,7 @@ def device_time(calls: Sequence[Call], num_tokens: int, device: torch.device) ->
     tokens                method
     ====================  =================================================================
     up to 512             20 launches in one CUDA graph on the same buffers, replay time / 20
-    513 to 8,192          the same, rotating over the buffer sets in ``calls``
+    513 to 16,384         the same, rotating over the buffer sets in ``calls``
     more                  ``triton.testing.do_bench``: cache flushed before each launch
     any, on a CPU         wall clock
     ====================  =================================================================

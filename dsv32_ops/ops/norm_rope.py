@@ -156,12 +156,13 @@ def _empty_output(q_c: Tensor) -> Tensor:
 
 
 def _cuda(*args: Any, q_c_out: Tensor | None = None) -> Tensor:
-    key = launch.signature("fused_norm_rope", (*args, q_c_out))
-    shortcut = launch.find_shortcut(key)
+    given = args if q_c_out is None else (q_c_out, *args)
+    name = "fused_norm_rope" if q_c_out is None else "fused_norm_rope_out"
+    key, shortcut = launch.find_shortcut(name, given)
     if shortcut is not None:
-        written = shortcut.allocate()[0] if q_c_out is None else q_c_out
-        if shortcut((written, *args)):
-            return written
+        allocated = shortcut.allocate()
+        if shortcut(allocated, given):
+            return allocated[0] if q_c_out is None else q_c_out
     checks.norm_rope(*args, q_c_out=q_c_out)
     if platform.check_device_data():
         checks.norm_rope_data(*args)
@@ -173,11 +174,12 @@ def _cuda(*args: Any, q_c_out: Tensor | None = None) -> Tensor:
     compiled = launch.launch(
         norm_rope_kernel, grid, kernel_args, constants, device, launch.NORM_ROPE_WARPS
     )
-    tensors = dict(zip(_NAMES, (*args, *[None] * (len(_NAMES) - len(args))), strict=True))
     # Whether index_k_out overlaps index_k depends on addresses, which a shortcut does not compare.
-    if tensors["index_k_out"] is None:
+    if dict(zip(_NAMES, args, strict=False)).get("index_k_out") is None:
+        names = _NAMES if q_c_out is None else ["q_c_out", *_NAMES]
+        outputs = {"q_c_out": written} if q_c_out is None else {}
         launch.remember(
-            key, compiled, norm_rope_kernel, grid, {"q_c_out": written, **tensors}, [written],
+            key, compiled, norm_rope_kernel, grid, names, given, _APART, outputs,
             kernel_args, constants, device,
         )  # fmt: skip
     return written
@@ -212,6 +214,8 @@ def _traced(*args: Any) -> Tensor:
 
 
 _NAMES = argument_names("fused_norm_rope")
+# A model's two rotations share a table, and outs may be the inputs themselves.
+_APART = ("q_c_out", "index_rope_cos_sin", "indexer_slot_mapping", "kv_c_out", "k_pe_out")
 
 
 register_traced("fused_norm_rope", checks.norm_rope, Tensor, MUTATES, traced=_traced, cpu=_cpu)

@@ -142,11 +142,10 @@ def _outputs(
 
 
 def _cuda(*args: Any) -> Outputs:
-    key = launch.signature("fused_q", args)
-    shortcut = launch.find_shortcut(key)
+    key, shortcut = launch.find_shortcut("fused_q", args)
     if shortcut is not None:
         index_q_fp8, index_weights_out, mqa_q = shortcut.allocate()
-        if shortcut((index_q_fp8, index_weights_out, mqa_q, *args)):
+        if shortcut((index_q_fp8, index_weights_out, mqa_q), args):
             return index_q_fp8, index_weights_out, mqa_q
     checks.query(*args)
     if platform.check_device_data():
@@ -155,10 +154,10 @@ def _cuda(*args: Any) -> Outputs:
     device = args[1].device
     grid, kernel_args, constants = prepare(*args, outputs=outputs, pdl=launch.use_pdl(device))
     compiled = launch.launch(query_kernel, grid, kernel_args, constants, device, launch.QUERY_WARPS)
-    tensors = dict(zip(_OUTPUT_NAMES, outputs, strict=True)) | dict(zip(_NAMES, args, strict=False))
     launch.remember(
-        key, compiled, query_kernel, grid, tensors, outputs, kernel_args, constants, device
-    )
+        key, compiled, query_kernel, grid, _NAMES, args, ("index_q_cos_sin",),
+        dict(zip(_OUTPUT_NAMES, outputs, strict=True)), kernel_args, constants, device,
+    )  # fmt: skip
     return outputs
 
 
