@@ -18,6 +18,9 @@ import torch
 
 MAX_GRID_X = 2**31 - 1
 MAX_GRID_YZ = 65_535
+# Triton's launchers (3.6, 3.7) multiply the axes as 32-bit ints and launch only if the product is
+# positive: 2^30 x 2 programs start nothing, without an error.
+MAX_PROGRAMS = 2**31 - 1
 HIP_MAX_THREADS_X = 2**32 - 1
 HIP_MAX_THREADS_PER_BLOCK = 1_024
 
@@ -70,6 +73,7 @@ def check_grid(
     =======  ====================================================  =========================
 
     HIP's y and z limits differ between its versions (65,535, 65,536 or more); the smallest is used.
+    The product of the axes may not pass 2^31 - 1 either: Triton would launch nothing, silently.
 
     Args:
         grid: one to three block counts, as Triton takes them; missing axes are 1. Counts may be
@@ -80,8 +84,8 @@ def check_grid(
             (1,024 threads) is assumed.
 
     Raises:
-        ValueError: an axis is negative or over its limit (the message names axis, request, limit
-            and what to do), an unknown backend, or more than three axes.
+        ValueError: an axis is negative or over its limit, or their product is (the message names
+            axis, request, limit and what to do), an unknown backend, or more than three axes.
         TypeError: a count that is no integer.
 
     Source: CUDA C++ Programming Guide, technical specifications per compute capability; HIP
@@ -123,10 +127,18 @@ def _checked(
         and 0 <= x <= max_x
         and 0 <= y <= MAX_GRID_YZ
         and 0 <= z <= MAX_GRID_YZ
+        and x * y * z <= MAX_PROGRAMS
     ):
         return x, y, z
     limits = (max_x, MAX_GRID_YZ, MAX_GRID_YZ)
     x, y, z = (_axis(*args, backend) for args in zip(axes, (x, y, z), limits, strict=True))
+    if not isinstance(x, torch.SymInt) and x * y * z > MAX_PROGRAMS:
+        most = MAX_PROGRAMS // (y * z)
+        raise ValueError(
+            f"grid: {x} x {y} x {z} blocks requested, Triton allows {MAX_PROGRAMS} in all. Split "
+            f"the call into chunks along axis {axes[0]} ({most} fit one launch), or let one "
+            "program do several of them."
+        )
     return x, y, z
 
 

@@ -11,7 +11,7 @@ from dsv32_ops.geometry import MAX_GRID_X, MAX_GRID_YZ, Grid, check_grid, max_to
 from dsv32_ops.testing import token_counts
 
 
-@given(token_counts(), st.integers(1, 4), st.integers(1, 128))
+@given(token_counts(2**22 - 1), st.integers(1, 4), st.integers(1, 128))
 def test_every_token_count_gives_a_legal_grid_with_tokens_on_x(tokens, tasks, heads):
     x, y, z = Grid(tokens, tasks, heads).launch()
     assert (x, y, z) == (tokens, tasks, heads)
@@ -38,6 +38,17 @@ def test_cuda_x_ends_at_2_to_the_31_minus_1():
     assert check_grid((2**31 - 1, 1, 1)) == (2**31 - 1, 1, 1)
     with pytest.raises(ValueError, match="axis x: 2147483648 .* 2147483647.*Split the call"):
         check_grid((2**31, 1, 1))
+
+
+@pytest.mark.parametrize("backend", ["cuda", "hip"])
+def test_the_product_of_the_axes_ends_there_too(backend):
+    """Triton multiplies them as 32-bit ints and takes a product that is not positive for empty."""
+    assert check_grid((2**24 - 1, 128, 1), backend, threads=32) == (2**24 - 1, 128, 1)
+    with pytest.raises(ValueError, match=r"16777216 x 128 x 1 .* 2147483647 .*16777215 fit"):
+        check_grid((2**24, 128, 1), backend, threads=32)
+    with pytest.raises(ValueError, match=r"x 65535 x 65535 .*axis x \(tokens\)"):
+        Grid(1, 65_535, 65_535).launch(backend)
+    assert check_grid((0, 65_535, 65_535), backend) == (0, 65_535, 65_535)
 
 
 @pytest.mark.parametrize("threads", [1, 32, 64, 96, 256, 1024])
