@@ -112,15 +112,15 @@ def call_of(variant: Variant, inputs: dict[str, Any]) -> tuple[Callable[[], Any]
         grid = launch.query_grid(num_tokens, heads, inputs["index_q"].shape[1], tiles)
     elif variant.op == "fused_embed_norm":
         outputs = list(mtp._embed_outputs(inputs["input_ids"], inputs["embed_table"]))
-        grid, args, constants, _ = mtp.prepare_embed(*inputs.values(), *outputs, pdl=pdl)
+        names = ("input_ids", "embed_table", "norm_weight", "eps")
+        grid, args, constants, _ = mtp.prepare_embed(*map(inputs.get, names), *outputs, pdl=pdl)
         kernel = embed_norm_kernel
     else:
         outputs = [mtp._eh_output(inputs["previous_hidden"])]
-        values = dict(inputs)
-        positions, ids = values.pop("positions"), values.pop("input_ids", None)
-        grid, args, constants, _ = mtp.prepare_eh(
-            positions, ids, *values.values(), out=outputs[0], pdl=pdl
-        )
+        embeds = "embed_table" if "embed_table" in inputs else "inputs_embeds"
+        names = ("positions", "input_ids", embeds, "previous_hidden", "enorm_weight",
+                 "hnorm_weight", "eps")  # fmt: skip
+        grid, args, constants, _ = mtp.prepare_eh(*map(inputs.get, names), out=outputs[0], pdl=pdl)
         kernel = eh_norm_kernel
     constants = {**constants, **dict(variant.constants)}
     options = {"num_warps": variant.num_warps, **({"launch_pdl": True} if pdl else {})}
@@ -159,8 +159,7 @@ def measure(group: list[Variant], num_tokens: int) -> tuple[dict[str, float], fl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--ops", nargs="+", default=["fused_norm_rope", "fused_q", "fused_eh_norm",
-                                                     "fused_embed_norm"])  # fmt: skip
+    parser.add_argument("--ops", nargs="+", choices=cases.OPS, default=cases.OPS)
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--out", type=Path, help="folder for tune-<gpu>.json")
     options = parser.parse_args()

@@ -134,10 +134,10 @@ def _checked(
     x, y, z = (_axis(*args, backend) for args in zip(axes, (x, y, z), limits, strict=True))
     if not isinstance(x, torch.SymInt) and x * y * z > MAX_PROGRAMS:
         most = MAX_PROGRAMS // (y * z)
+        advice = f"Split the call into chunks of at most {most} along axis {axes[0]}."
         raise ValueError(
-            f"grid: {x} x {y} x {z} blocks requested, Triton allows {MAX_PROGRAMS} in all. Split "
-            f"the call into chunks along axis {axes[0]} ({most} fit one launch), or let one "
-            "program do several of them."
+            f"grid: {x} x {y} x {z} blocks requested, Triton allows {MAX_PROGRAMS} in all. "
+            + (advice if most else "Let one program do several of them.")
         )
     return x, y, z
 

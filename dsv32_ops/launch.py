@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 import operator
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -150,6 +151,12 @@ class Shortcut:
         tensors = {i for group in groups for i in group}
         self._plain = _picker([i for i in range(len(args)) if i not in tensors])
         self._plain_values = self._plain(args)
+        # -0.0 equals 0.0, and is another factor.
+        self._zeros = [
+            (i, math.copysign(1.0, arg))
+            for i, arg in enumerate(args)
+            if isinstance(arg, float) and arg == 0.0
+        ]
         self._tensors = _picker([i for group in groups for i in group])
 
         self.run, self.function = compiled.run, compiled.function
@@ -168,6 +175,8 @@ class Shortcut:
     def matches(self, args: Sequence[Any]) -> bool:
         """Whether a call whose arguments have the same Python types is like the remembered one."""
         if self._plain(args) != self._plain_values:
+            return False
+        if any(math.copysign(1.0, args[i]) != sign for i, sign in self._zeros):
             return False
         return all([check(*pick(args)) for pick, check in self.groups])
 
@@ -232,8 +241,7 @@ class _PythonGuard:
 
     @staticmethod
     def _describe(tensors: Sequence[Tensor]) -> list[Any]:
-        grad = torch.is_grad_enabled()
-        return [(t.shape, t.stride(), t.dtype, t.device, grad and t.requires_grad) for t in tensors]
+        return [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors]
 
 
 # What torch.compile's generated code allocates with: 2 us less than torch.empty.
@@ -241,13 +249,16 @@ _empty_strided = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 _shortcuts: dict[Any, list[Shortcut]] = {}
 # Every token count has an entry of its own.
 MAX_SHORTCUTS = 4096
-# Calls of one token count with other strides, caches of other sizes, in or out of inference mode.
-MAX_ALIKE = 8
+# Calls of one token count with other strides, caches of other sizes, slot maps of other lengths.
+MAX_ALIKE = 64
 
 
 def find_shortcut(name: str, args: Sequence[Any]) -> tuple[Any, Shortcut | None]:
     """(key, shortcut) of a call; the first argument is a tensor whose shape holds the tokens."""
-    key = (name, platform.soft_fp8_chosen(), args[0].shape, *map(type, args))
+    # The guards compare requires_grad, not whether it matters. Where it does the checks refuse the
+    # call, so with gradients enabled only calls that need none are remembered.
+    grad = torch.is_grad_enabled()
+    key = (name, grad, platform.soft_fp8_chosen(), args[0].shape, *map(type, args))
     if not platform.check_device_data():
         for shortcut in _shortcuts.get(key, ()):
             if shortcut.matches(args):
@@ -268,8 +279,8 @@ def remember(
     """
     if compiled is None or torch.version.hip is not None or not _known_launcher(compiled):
         return
-    # -0.0 equals 0.0, and is another factor.
-    if any(isinstance(arg, float) and arg == 0.0 for arg in args):
+    alike = _shortcuts.get(key, [])
+    if any(known.matches(args) for known in alike):
         return
     tensors = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
     groups = [
@@ -298,7 +309,7 @@ def remember(
         return
     if len(_shortcuts) >= MAX_SHORTCUTS:
         _shortcuts.clear()
-    _shortcuts[key] = [shortcut, *_shortcuts.get(key, ())][:MAX_ALIKE]
+    _shortcuts[key] = [shortcut, *alike][:MAX_ALIKE]
 
 
 def _known_launcher(compiled: Any) -> bool:

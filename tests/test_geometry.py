@@ -44,9 +44,9 @@ def test_cuda_x_ends_at_2_to_the_31_minus_1():
 def test_the_product_of_the_axes_ends_there_too(backend):
     """Triton multiplies them as 32-bit ints and takes a product that is not positive for empty."""
     assert check_grid((2**24 - 1, 128, 1), backend, threads=32) == (2**24 - 1, 128, 1)
-    with pytest.raises(ValueError, match=r"16777216 x 128 x 1 .* 2147483647 .*16777215 fit"):
+    with pytest.raises(ValueError, match=r"16777216 x 128 x 1 .* 2147483647 .*most 16777215 along"):
         check_grid((2**24, 128, 1), backend, threads=32)
-    with pytest.raises(ValueError, match=r"x 65535 x 65535 .*axis x \(tokens\)"):
+    with pytest.raises(ValueError, match=r"1 x 65535 x 65535 .*several"):
         Grid(1, 65_535, 65_535).launch(backend)
     assert check_grid((0, 65_535, 65_535), backend) == (0, 65_535, 65_535)
 

@@ -214,12 +214,38 @@ def test_what_decides_a_launch_is_compared(change, fallback, shortcuts, monkeypa
         assert key != launch.find_shortcut("op", fresh)[0] or not shortcut.matches(changed)
 
 
-def test_a_zero_factor_is_not_remembered(recorder) -> None:
+def test_a_zero_factor_keeps_its_sign(recorder) -> None:
     """0.0 equals -0.0."""
     inputs = testing.q_inputs(CONFIG, 9, 16)
-    inputs["index_weights_softmax_scale"] = 0.0
-    query_op._cuda(*positional("fused_q", inputs))
-    assert not launch._shortcuts
+    factor = "index_weights_softmax_scale"
+    query_op._cuda(*positional("fused_q", {**inputs, factor: 0.0}))
+    recorder.same(query_op._cuda, positional("fused_q", {**inputs, factor: 0.0}))
+    query_op._cuda(*positional("fused_q", {**inputs, factor: -0.0}))
+    assert len(recorder.long) == 2
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_a_gradient_is_refused_after_calls_without(fallback, recorder, monkeypatch) -> None:
+    if fallback:
+        monkeypatch.setattr(launch, "guard", launch._PythonGuard)
+    args = positional("fused_norm_rope", testing.norm_rope_inputs(CONFIG, 9))
+    args[2] = torch.nn.Parameter(args[2])
+    with torch.no_grad():
+        norm_rope_op._cuda(*args)
+        norm_rope_op._cuda(*args)
+    assert recorder.short
+    with pytest.raises(RuntimeError, match="q_norm_weight"):
+        norm_rope_op._cuda(*args)
+
+
+def test_a_call_is_remembered_once(recorder, monkeypatch) -> None:
+    """Also if it goes the long way each time, as with DSV32_OPS_CHECK=1."""
+    args = positional("fused_norm_rope", testing.norm_rope_inputs(CONFIG, 9))
+    monkeypatch.setenv("DSV32_OPS_CHECK", "1")
+    for _ in range(3):
+        norm_rope_op._cuda(*args)
+    assert len(recorder.long) == 3
+    assert [len(alike) for alike in launch._shortcuts.values()] == [1]
 
 
 def test_no_tensor_is_kept(recorder) -> None:

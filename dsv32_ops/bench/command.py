@@ -144,6 +144,9 @@ def _report_changes(old: dict[str, Any], new: dict[str, Any], quiet: bool = Fals
     if not quiet:
         if old.get("gpu") != new.get("gpu"):
             print(f"Different devices: {old.get('gpu')} and {new.get('gpu')}.")
+        orders = [{row.get("slots") for row in side["rows"]} - {None} for side in (old, new)]
+        if orders[0] != orders[1]:
+            print("Different orders of slots: fused_norm_rope is not comparable.")
         report.print_changes(changes)
     return bool(compare.regressions(changes))
 

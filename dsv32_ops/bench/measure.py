@@ -59,6 +59,8 @@ class Measurer:
             "method": taken.method,
             "gb_s": moved.gb_s(taken.us),
         }
+        if case.op == "fused_norm_rope":
+            row["slots"] = "scattered" if self.scattered else "serving"
         if num_tokens <= HOST_MAX_TOKENS:
             (row["host_us"],) = timing.host_times(calls[:1], self.device)
         copies = len(sets)
