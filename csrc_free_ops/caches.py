@@ -15,6 +15,7 @@ from .numerics import (
     finite_amax,
     pow2_exponent,
     pow2_reciprocal,
+    split_reciprocal,
     tile_scale,
 )
 from .rows import as_bytes, store_pairs
@@ -43,13 +44,14 @@ def store_float_entry(entry, live, kv, a, b, KV_DIM: tl.constexpr, ROPE_DIM: tl.
 
 @triton.jit
 def store_fp8_entry(
-    entry, live, kv, a, b, power, high, low,
+    entry, live, kv, a, b, scale,
     KV_DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
     LIMIT: tl.constexpr, FNUZ: tl.constexpr, SOFT: tl.constexpr,
 ):  # fmt: skip
-    """[kv / scale | k_pe / scale] as e4m3 codes, by `split_reciprocal`; kv is [1, BLOCK]."""
+    """[kv / scale | k_pe / scale] as e4m3 codes; kv is [1, BLOCK]."""
     entry = as_bytes(entry)
     dims = tl.arange(0, kv.shape[1])[None, :]
+    power, high, low = split_reciprocal(scale)
     codes = e4m3_code(divide(kv, power, high, low), LIMIT, FNUZ, SOFT)
     tl.store(entry + dims, codes, mask=live & (dims < KV_DIM))
     a = e4m3_code(divide(a, power, high, low), LIMIT, FNUZ, SOFT)

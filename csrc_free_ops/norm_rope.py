@@ -29,7 +29,6 @@ from .numerics import (
     pow2_reciprocal,
     rotate,
     row_scale,
-    split_reciprocal,
     square_sum,
 )
 from .rows import (
@@ -157,13 +156,10 @@ def norm_rope_kernel(
         kv_mask = do_kv & (kv_dims < KV_DIM)
         kv_c = tl.load(kv_c_ptr + token * kv_row_stride + kv_dims, mask=kv_mask, other=0.0)
         pe_a, pe_b = load_pairs(k_pe_ptr + token * k_pe_row_stride, do_kv, 1, ROPE_DIM, True)
-        mla_scale = tl.full((), 1.0, tl.float32)
-        if mla_k_scale_ptr is not None:
-            mla_scale = tl.load(mla_k_scale_ptr)
     if index_k_ptr is not None:
         index_row = index_k_ptr + token * index_k_row_stride
         key_a, key_b, key_c, key_d = load_pieces(
-            index_row, do_index, INDEX_DIM, INDEX_ROPE_DIM, INDEX_INTERLEAVED
+            index_row, do_index, 1, INDEX_DIM, INDEX_ROPE_DIM, INDEX_INTERLEAVED
         )
 
     if topk_indices_buffer_ptr is not None:
@@ -176,8 +172,6 @@ def norm_rope_kernel(
             cos, sin = load_cos_sin(
                 position, rope_cos_sin_ptr, table_row_stride, table_rows, ROPE_DIM
             )
-            if MLA_MODE == "fp8":
-                power, high, low = split_reciprocal(mla_scale)
             kv = norm_kv(kv_c, kv_weight, kv_eps, KV_DIM)
             k_a, k_b = rotate(pe_a, pe_b, cos, sin)
             if mla_kv_cache_ptr is not None:
@@ -186,10 +180,12 @@ def norm_rope_kernel(
                 if MLA_MODE == "float":
                     store_float_entry(entry, live, kv, k_a, k_b, KV_DIM, ROPE_DIM)
                 elif MLA_MODE == "fp8":
+                    scale = tl.full((), 1.0, tl.float32)
+                    if mla_k_scale_ptr is not None:
+                        scale = tl.load(mla_k_scale_ptr)
                     store_fp8_entry(
-                        entry, live, kv, k_a, k_b, power, high, low,
-                        KV_DIM, ROPE_DIM, MLA_LIMIT, FNUZ, SOFT,
-                    )  # fmt: skip
+                        entry, live, kv, k_a, k_b, scale, KV_DIM, ROPE_DIM, MLA_LIMIT, FNUZ, SOFT
+                    )
                 elif MLA_MODE == "fp8_ds_mla":
                     store_fp8_ds_mla_entry(
                         entry, live, kv, k_a, k_b, KV_DIM, ROPE_DIM, MLA_LIMIT, FNUZ, SOFT
@@ -208,10 +204,10 @@ def norm_rope_kernel(
     if index_k_ptr is not None:
         if do_index:
             w_a, w_b, w_c, w_d = load_pieces(
-                index_k_norm_weight_ptr, True, INDEX_DIM, INDEX_ROPE_DIM, INDEX_INTERLEAVED
+                index_k_norm_weight_ptr, True, 1, INDEX_DIM, INDEX_ROPE_DIM, INDEX_INTERLEAVED
             )
             b_a, b_b, b_c, b_d = load_pieces(
-                index_k_norm_bias_ptr, True, INDEX_DIM, INDEX_ROPE_DIM, INDEX_INTERLEAVED
+                index_k_norm_bias_ptr, True, 1, INDEX_DIM, INDEX_ROPE_DIM, INDEX_INTERLEAVED
             )
             cos, sin = load_cos_sin(
                 position, index_rope_cos_sin_ptr, index_table_row_stride, index_table_rows,
@@ -249,4 +245,4 @@ def norm_rope_kernel(
 
     if do_query:
         q_out = q_c_out_ptr + token * q_out_row_stride
-        store_normed_row(q_out, q_head, q_tail, q_norm_weight_ptr, q_eps, Q_DIM, False)
+        store_normed_row(q_out, q_head, q_tail, q_norm_weight_ptr, q_eps, Q_DIM, WEIGHT_FIRST=False)

@@ -26,8 +26,8 @@ from .rows import (
     grouped_program,
     load_cos_sin,
     load_pairs,
+    load_pieces,
     load_position,
-    load_tail,
     store_pairs,
     store_tail,
 )
@@ -82,8 +82,7 @@ def quantize_index_query(
     rows = heads[:, None]
     mask = rows < HEADS
     index_q = index_q_ptr + token * index_q_row_stride + rows * index_q_head_stride
-    a, b = load_pairs(index_q, mask, TILE, ROPE_DIM, INTERLEAVED)
-    c, d = load_tail(index_q, mask, DIM, ROPE_DIM)
+    a, b, c, d = load_pieces(index_q, mask, TILE, DIM, ROPE_DIM, INTERLEAVED)
     c = c.to(tl.float32)
     d = d.to(tl.float32)
     weights = tl.load(

@@ -132,10 +132,11 @@ def store_tail(rows, row_mask, c, d, DIM: tl.constexpr, ROPE_DIM: tl.constexpr):
 
 @triton.jit
 def load_pieces(
-    rows, row_mask, DIM: tl.constexpr, ROPE_DIM: tl.constexpr, INTERLEAVED: tl.constexpr
-):
-    """A row in four pieces: the members of its pairs, the halves of its tail."""
-    a, b = load_pairs(rows, row_mask, 1, ROPE_DIM, INTERLEAVED)
+    rows, row_mask,
+    ROWS: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Rows in four pieces: the members of their pairs, the halves of their tails."""
+    a, b = load_pairs(rows, row_mask, ROWS, ROPE_DIM, INTERLEAVED)
     c, d = load_tail(rows, row_mask, DIM, ROPE_DIM)
     return a, b, c, d
 

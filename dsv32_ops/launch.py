@@ -176,7 +176,7 @@ class Shortcut:
         """Whether a call whose arguments have the same Python types is like the remembered one."""
         if self._plain(args) != self._plain_values:
             return False
-        if any(math.copysign(1.0, args[i]) != sign for i, sign in self._zeros):
+        if self._zeros and any(math.copysign(1.0, args[i]) != sign for i, sign in self._zeros):
             return False
         return all([check(*pick(args)) for pick, check in self.groups])
 

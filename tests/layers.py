@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from support import generator
+from support import generator, model
 from torch import Tensor
 
 from dsv32_ops import testing
@@ -17,6 +17,17 @@ WEIGHTS = (
     "rope_cos_sin", "index_rope_cos_sin", "mla_k_scale",
 )  # fmt: skip
 HEADS = 7
+# torch.compile takes equal symbolic sizes for one and the same.
+DISTINCT = model(
+    q_lora_rank=6,
+    kv_lora_rank=10,
+    rope_dim=4,
+    index_heads=2,
+    index_dim=12,
+    index_topk=5,
+    nope_dim=3,
+)
+EMBED = model(hidden_size=48, vocab_size=90)
 
 
 class Layers(torch.nn.Module):

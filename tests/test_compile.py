@@ -12,8 +12,8 @@ from unittest import mock
 
 import pytest
 import torch
-from layers import HEADS, Layers, assert_same, make_batch, state
-from support import device_cases, model, on_devices, on_gpu, outputs_of
+from layers import DISTINCT, EMBED, HEADS, Layers, assert_same, make_batch, state
+from support import SMALL, device_cases, on_devices, on_gpu, outputs_of
 from torch._dynamo.utils import ReinplaceCounters, counters
 from torch._inductor.utils import run_and_get_code
 
@@ -22,19 +22,7 @@ from dsv32_ops import testing
 from dsv32_ops.layouts import MLA_MODES
 from dsv32_ops.models import PRESETS
 
-# Sizes are distinct: torch.compile takes equal symbolic sizes for one and the same.
-SMALL = model()
-TINY = model(
-    q_lora_rank=6,
-    kv_lora_rank=10,
-    rope_dim=4,
-    index_heads=2,
-    index_dim=12,
-    index_topk=5,
-    nope_dim=3,
-)
 V32 = PRESETS["deepseek-v3.2"]
-EMBED = model(hidden_size=48, vocab_size=90)
 COUNTS = (2, 3, 16, 65_535, 65_536, 65_537, 131_072)
 
 
@@ -85,7 +73,7 @@ def assert_one_graph() -> None:
 
 @on_devices
 def test_one_graph_for_every_token_count(device: str) -> None:
-    layers = Layers(TINY, num_layers=1, max_tokens=COUNTS[-1], device=device)
+    layers = Layers(DISTINCT, num_layers=1, max_tokens=COUNTS[-1], device=device)
     eager = copy.deepcopy(layers)
     compiled = compile_whole(layers)
     assert_same(compiled(make_batch(layers, 5)), eager(make_batch(layers, 5)))
@@ -117,7 +105,7 @@ def test_caches_are_written_in_place(device: str, mode: str) -> None:
 
 def test_the_detectors_see_a_copied_cache() -> None:
     """A control of the test above: a clone of a cache shows in the counters and in the code."""
-    inputs = testing.norm_rope_inputs(TINY, 20)
+    inputs = testing.norm_rope_inputs(DISTINCT, 20)
     cache = inputs.pop("mla_kv_cache")
 
     def cloning(cache: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
@@ -135,7 +123,7 @@ def test_the_detectors_see_a_copied_cache() -> None:
 @on_devices
 def test_between_compiled_ops(device: str) -> None:
     """Inputs are slices of what Inductor computes, outputs are read by what it compiles."""
-    layers = Layers(TINY, device=device)
+    layers = Layers(DISTINCT, device=device)
 
     def around(module: Layers, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         # Powers of two: exact, so that fused and separate rounding agree.
@@ -237,7 +225,7 @@ def compare_to_eager(op: Callable[..., Any], inputs: dict[str, Any]) -> None:
 
 
 def test_public_functions() -> None:
-    inputs = testing.norm_rope_inputs(TINY, 20)
+    inputs = testing.norm_rope_inputs(DISTINCT, 20)
     expected = dsv32_ops.fused_norm_rope(**inputs)
     actual = compile_whole(lambda inputs: dsv32_ops.fused_norm_rope(**inputs))(inputs)
     assert testing.same_bytes(actual, expected)
@@ -248,7 +236,7 @@ def test_public_functions() -> None:
 
 def test_one_graph_for_one_token_too() -> None:
     """Marked unbacked, a token count is not specialized even where it is 1."""
-    layers = Layers(TINY)
+    layers = Layers(DISTINCT)
     eager = copy.deepcopy(layers)
     compiled = torch.compile(layers, fullgraph=True, dynamic=False)
     for num_tokens in (5, 1, 2, 33):
@@ -262,7 +250,7 @@ def test_one_graph_for_one_token_too() -> None:
 
 def test_bad_shapes_fail_while_tracing() -> None:
     """With the text of eager mode, and nothing is written."""
-    inputs = testing.norm_rope_inputs(TINY, 20)
+    inputs = testing.norm_rope_inputs(DISTINCT, 20)
     inputs["topk_indices_buffer"] = inputs["topk_indices_buffer"][:19]
     before = inputs["mla_kv_cache"].clone()
     with pytest.raises(Exception, match="topk_indices_buffer: expected at least .* rows"):
@@ -271,7 +259,7 @@ def test_bad_shapes_fail_while_tracing() -> None:
 
 
 def test_gradients_are_refused_while_tracing() -> None:
-    inputs = testing.norm_rope_inputs(TINY, 20)
+    inputs = testing.norm_rope_inputs(DISTINCT, 20)
     inputs["q_norm_weight"].requires_grad_()
     step = compile_whole(lambda inputs: torch.ops.dsv32.fused_norm_rope(**inputs))
     with torch.enable_grad(), pytest.raises(Exception, match="have no derivative"):
@@ -293,7 +281,7 @@ def test_arguments_that_torch_reserves() -> None:
 def test_clone_of_an_input_as_output(out: str, source: str) -> None:
     """Inductor may drop the clone and pass the input for both: legal, or not done."""
     op = getattr(torch.ops.dsv32, "fused_norm_rope" + ("_out" if out == "q_c_out" else ""))
-    inputs = testing.norm_rope_inputs(TINY, 20)
+    inputs = testing.norm_rope_inputs(DISTINCT, 20)
 
     def step(inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         written = inputs[source].clone()

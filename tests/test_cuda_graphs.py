@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from layers import HEADS, Layers, assert_same, make_batch, state
-from support import model, on_gpu, outputs_of
+from layers import EMBED, HEADS, Layers, assert_same, make_batch, state
+from support import SMALL, on_gpu, outputs_of
 
 import dsv32_ops
 from dsv32_ops import testing
@@ -19,8 +19,6 @@ from dsv32_ops.layouts import MLA_MODES
 
 pytestmark = on_gpu
 
-SMALL = model()
-EMBED = model(hidden_size=48, vocab_size=90)
 TOKENS = 40
 WRITTEN = ("topk_indices_buffer", "mla_kv_cache", "indexer_k_cache")
 SCALES = ("mla_k_scale", "q_scale")

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 import triton
-from layers import HEADS, Layers, assert_same, make_batch, state
-from support import model, on_gpu, outputs_of, to_device
+from layers import DISTINCT, EMBED, HEADS, Layers, assert_same, make_batch, state
+from support import SMALL, on_gpu, outputs_of, to_device
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram, export
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -29,17 +29,6 @@ from dsv32_ops import platform, testing
 from dsv32_ops.layouts import MLA_MODES
 from dsv32_ops.ops import mtp, norm_rope, query
 
-SMALL = model()
-TINY = model(
-    q_lora_rank=6,
-    kv_lora_rank=10,
-    rope_dim=4,
-    index_heads=2,
-    index_dim=12,
-    index_topk=5,
-    nope_dim=3,
-)
-EMBED = model(hidden_size=48, vocab_size=90)
 PER_TOKEN = (
     "positions", "slot_mapping", "q_c", "kv_c", "k_pe", "index_k", "q_pe", "ql_nope", "index_q",
     "index_weights", "input_ids", "inputs_embeds", "previous_hidden",
@@ -57,7 +46,7 @@ def without_gradients() -> Iterator[None]:
 @pytest.mark.parametrize("strict", [True, False])
 def test_round_trip(strict: bool) -> None:
     """Exported, saved, loaded and decomposed programs compute and write what the module does."""
-    layers = Layers(TINY, max_tokens=64)
+    layers = Layers(DISTINCT, max_tokens=64)
     batch = make_batch(layers, 20)
     tokens = Dim("num_tokens", min=2, max=64)
     shapes = {name: {1 if name == "nope" else 0: tokens} for name in batch}

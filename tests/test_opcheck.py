@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from support import device_cases, model
+from layers import EMBED
+from support import SMALL, device_cases, model
 
 from dsv32_ops import testing
 from dsv32_ops.layouts import MLA_MODES, IndexerCache, mla_layout
 from dsv32_ops.platform import FP8_DTYPES
 
-SMALL = model()
 ODD = model(q_lora_rank=7, kv_lora_rank=9, rope_dim=2, index_heads=3, index_dim=4, index_topk=5)
-EMBED = model(hidden_size=48, vocab_size=90)
 TOKENS = 5
 
 EVERY = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 EPILOG = """examples:
-  bench                                          everything: about 540 rows, 5 minutes on an H200
+  bench                                          everything: about 540 rows
   bench --quick                                  five token counts, one preset, mode auto
   bench --ops fused_q --heads 16,128 --tokens 1,64,4096,65536
   bench --against fused_q=vllm.models.deepseek_v32.common.kernels:fused_q
