@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import math
@@ -159,9 +160,8 @@ class Shortcut:
         ]
         self._tensors = _picker([i for group in groups for i in group])
 
-        self.run, self.function = compiled.run, compiled.function
-        self.metadata, self.device_index = compiled.packed_metadata, device_index
-        self.grid = grid.launch()
+        self.device_index = device_index
+        self.start = starter(compiled, grid.launch(), len(values))
         self.outputs = [(tuple(t.shape), t.stride(), t.dtype) for t in outputs]
         self._aligned = _picker([index for _, index, mask in sources if mask])
         # One pick from the addresses and the other values puts the kernel's arguments in order.
@@ -198,8 +198,7 @@ class Shortcut:
         if _launch_hooks() or torch._C._cuda_getDevice() != self.device_index:
             return False
         stream = torch._C._cuda_getCurrentRawStream(self.device_index)
-        values = self._order((*addresses, *self._values))
-        self.run(*self.grid, stream, self.function, self.metadata, None, None, None, *values)
+        self.start(stream, self._order((*addresses, *self._values)))
         return True
 
 
@@ -323,6 +322,44 @@ def _known_launcher(compiled: Any) -> bool:
     leading = ["gridX", "gridY", "gridZ", "stream", "function"]
     hooked = ["kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook"]
     return names in ([*leading, "args"], [*leading, *hooked, "args"])
+
+
+Start = Callable[[int, tuple[Any, ...]], None]
+
+
+def starter(compiled: Any, grid: Sequence[int], num_values: int) -> Start:
+    """start(stream, values) of a compiled kernel whose launcher is a known one.
+
+    The launcher is Python in front of a C function, 1 to 2 us of a call. What it hands to that
+    function is recorded once, with stand-ins for the stream and the values; a record that is not
+    understood leaves the launcher in front.
+    """
+    run, leading = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
+
+    def through_launcher(stream: int, values: tuple[Any, ...]) -> None:
+        run(*grid, stream, *leading, *values)
+
+    # A kernel that needs scratch memory needs new memory at each launch.
+    if any(getattr(run, f"{kind}_scratch_size", None) != 0 for kind in ("global", "profile")):
+        return through_launcher
+    stream, values = object(), tuple(object() for _ in range(num_values))
+    records: list[tuple[Any, ...]] = []
+    try:
+        function, twin = run.launch, copy.copy(run)
+        twin.launch = lambda *args: records.append(args)
+        twin(*grid, stream, *leading, *values)
+        (record,) = records
+        at = record.index(stream)
+    except (AttributeError, TypeError, ValueError):
+        return through_launcher
+    before, behind = record[:at], record[at + 1 :]
+    if behind[-1:] == (values,):
+        fixed = behind[:-1]
+        return lambda stream, values: function(*before, stream, *fixed, values)
+    fixed = behind[: len(behind) - num_values]
+    if (*fixed, *values) == behind:
+        return lambda stream, values: function(*before, stream, *fixed, *values)
+    return through_launcher
 
 
 def _launch_hooks() -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -44,6 +44,72 @@ def test_an_unknown_launcher_is_left_alone() -> None:
     assert not launch._known_launcher(Compiled(lambda grid, stream, *args: None))
     assert not launch._known_launcher(Compiled(None))
     assert not launch._known_launcher(object())
+
+
+class Bare(Launcher):
+    """A launcher that hands everything to a function, in an order of its own."""
+
+    global_scratch_size = profile_scratch_size = 0
+
+    def __init__(self, order: Callable[..., tuple[Any, ...]]) -> None:
+        self._order, self.calls, self.entered = order, [], 0
+        self.launch = lambda *args: self.calls.append(args)
+
+    def __call__(
+        self, gridX, gridY, gridZ, stream, function, kernel_metadata, launch_metadata,
+        launch_enter_hook, launch_exit_hook, *args,
+    ):  # fmt: skip
+        self.entered += 1
+        self.launch(*self._order((gridX, gridY, gridZ), stream, function, args))
+
+
+ORDERS: dict[str, tuple[Callable[..., tuple[Any, ...]], bool]] = {
+    "values at the end": (lambda grid, *rest: (*grid, *rest[:2], None, *rest[2]), True),
+    "values as one": (lambda grid, *rest: (*grid, *rest[:2], None, rest[2]), True),
+    "stream in front": (lambda grid, stream, *rest: (stream, *grid, rest[0], *rest[1]), True),
+    "values reversed": (lambda grid, *rest: (*grid, *rest[:2], *rest[2][::-1]), False),
+    "no stream": (lambda grid, stream, *rest: (*grid, rest[0], *rest[1]), False),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_function_behind_a_launcher_gets_what_the_launcher_hands_it(order) -> None:
+    arranged, understood = ORDERS[order]
+    run = Bare(arranged)
+    start = launch.starter(Compiled(run), (9, 4, 1), 3)
+    assert not run.calls
+    for stream, values in ((7, (1, 2, 3)), (8, (4.0, None, "b"))):
+        start(stream, values)
+        assert run.calls.pop() == arranged((9, 4, 1), stream, Compiled.function, values)
+    # The launcher works on a twin while it is recorded.
+    assert run.entered == (0 if understood else 2)
+
+
+def test_a_kernel_with_scratch_memory_goes_through_its_launcher() -> None:
+    run = Bare(ORDERS["values as one"][0])
+    run.profile_scratch_size = 64
+    launch.starter(Compiled(run), (9, 4, 1), 1)(7, (1,))
+    assert run.entered == 1
+
+
+def test_the_launcher_of_this_triton_is_understood() -> None:
+    """One that is not costs 1 to 2 us a call, and this test says so first."""
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    run = driver.CudaLauncher.__new__(driver.CudaLauncher)
+    vars(run).update(
+        num_ctas=1, launch_cooperative_grid=False, launch_pdl=True, global_scratch_size=0,
+        global_scratch_align=1, profile_scratch_size=0, profile_scratch_align=1,
+        arg_annotations=["i32"], kernel_signature=b"i", launch=lambda *args: calls.append(args),
+    )  # fmt: skip
+    calls: list[tuple[Any, ...]] = []
+    compiled = Compiled(run)
+    assert launch._known_launcher(compiled)
+    start = launch.starter(compiled, (9, 4, 1), 2)
+    vars(run)["profile_scratch_size"] = None  # calling it would compare this with a number
+    start(7, (5, 6))
+    vars(run)["profile_scratch_size"] = 0
+    run(9, 4, 1, 7, compiled.function, compiled.packed_metadata, None, None, None, 5, 6)
+    assert len(calls) == 2 and calls[0] == calls[1]
 
 
 @pytest.fixture
@@ -278,7 +344,7 @@ def test_the_second_call_takes_it_and_gives_the_same_bytes(shortcuts) -> None:
     # With the launcher replaced by nothing, a call that takes the shortcut writes nothing.
     torch.ops.dsv32.fused_norm_rope(**norm_rope(0))
     ((shortcut,),) = shortcuts.values()
-    shortcut.run = lambda *args: None
+    shortcut.start = lambda stream, values: None
     inputs = norm_rope(2)
     before = inputs["mla_kv_cache"].clone()
     torch.ops.dsv32.fused_norm_rope(**inputs)
