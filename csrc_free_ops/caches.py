@@ -9,13 +9,14 @@ import triton.language as tl
 
 from .numerics import (
     divide,
+    divide_by,
     e2m1_code,
     e4m3_code,
     e4m3_value,
     finite_amax,
     pow2_exponent,
     pow2_reciprocal,
-    split_reciprocal,
+    reciprocal,
     tile_scale,
 )
 from .rows import as_bytes, store_pairs
@@ -44,14 +45,13 @@ def store_float_entry(entry, live, kv, a, b, KV_DIM: tl.constexpr, ROPE_DIM: tl.
 
 @triton.jit
 def store_fp8_entry(
-    entry, live, kv, a, b, scale,
+    entry, live, kv, a, b, power, high, low,
     KV_DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
     LIMIT: tl.constexpr, FNUZ: tl.constexpr, SOFT: tl.constexpr,
 ):  # fmt: skip
     """[kv / scale | k_pe / scale] as e4m3 codes; kv is [1, BLOCK]."""
     entry = as_bytes(entry)
     dims = tl.arange(0, kv.shape[1])[None, :]
-    power, high, low = split_reciprocal(scale)
     codes = e4m3_code(divide(kv, power, high, low), LIMIT, FNUZ, SOFT)
     tl.store(entry + dims, codes, mask=live & (dims < KV_DIM))
     a = e4m3_code(divide(a, power, high, low), LIMIT, FNUZ, SOFT)
@@ -89,8 +89,10 @@ def store_nvfp4_ds_mla_entry(
     entry = as_bytes(entry)
     blocks = tl.arange(0, BLOCKS)
     amax = finite_amax(kv)
-    scale_code = e4m3_code(tl.maximum(tl.div_rn(amax, 6.0), 0.001953125), 448.0, False, SOFT)
-    inverse = tl.div_rn(1.0, e4m3_value(scale_code))
+    scale_code = e4m3_code(tl.maximum(divide_by(amax, 6), 0.001953125), 448.0, False, SOFT)
+    scale = e4m3_value(scale_code)
+    y = tl.rsqrt(scale)
+    inverse = reciprocal(scale, y * y)
     codes = e2m1_code(kv * inverse[:, None])
     low, high = tl.split(tl.reshape(codes, (BLOCKS, 8, 2)))
     payload = entry + blocks[:, None] * 8 + tl.arange(0, 8)[None, :]

@@ -23,13 +23,15 @@ from .caches import (
     store_nvfp4_ds_mla_entry,
 )
 from .numerics import (
+    divide_by,
     e4m3_code,
     inverse_rms,
-    mean,
     pow2_reciprocal,
     rotate,
     row_scale,
+    split_reciprocal,
     square_sum,
+    widen,
 )
 from .rows import (
     as_bytes,
@@ -57,10 +59,10 @@ def tile_dims(DIM: tl.constexpr, TILE: tl.constexpr):
 @triton.jit
 def norm_kv(x, weight, eps, DIM: tl.constexpr):
     """fp32 RMSNorm of a row in tiles."""
-    x = x.to(tl.float32)
+    x = widen(x)
     a, b = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
     squares = tl.sum(tl.sum(square_sum(a, b), axis=1), axis=0)
-    return x * inverse_rms(squares, eps, DIM) * weight.to(tl.float32)
+    return x * inverse_rms(squares, eps, DIM) * widen(weight)
 
 
 @triton.jit
@@ -69,11 +71,11 @@ def norm_index_key(
     DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
 ):  # fmt: skip
     """fp32 LayerNorm of a row in `load_pieces`."""
-    a = a.to(tl.float32)
-    b = b.to(tl.float32)
-    c = c.to(tl.float32)
-    d = d.to(tl.float32)
-    center = mean(sum_pieces(a + b, c + d), DIM)[:, None]
+    a = widen(a)
+    b = widen(b)
+    c = widen(c)
+    d = widen(d)
+    center = divide_by(sum_pieces(a + b, c + d), DIM)[:, None]
     # Lanes past the row would add center^2 to the variance.
     pair_lanes = tl.arange(0, a.shape[1])[None, :] < ROPE_DIM // 2
     tail_lanes = tl.arange(0, c.shape[1])[None, :]
@@ -83,10 +85,10 @@ def norm_index_key(
     c = tl.where(tail_lanes < DIM - ROPE_DIM - SECOND, c - center, 0.0)
     d = tl.where(tail_lanes < SECOND, d - center, 0.0)
     scale = inverse_rms(sum_pieces(square_sum(a, b), square_sum(c, d)), eps, DIM)[:, None]
-    a = tl.fma(a * scale, weight_a.to(tl.float32), bias_a.to(tl.float32))
-    b = tl.fma(b * scale, weight_b.to(tl.float32), bias_b.to(tl.float32))
-    c = tl.fma(c * scale, weight_c.to(tl.float32), bias_c.to(tl.float32))
-    d = tl.fma(d * scale, weight_d.to(tl.float32), bias_d.to(tl.float32))
+    a = tl.fma(a * scale, widen(weight_a), widen(bias_a))
+    b = tl.fma(b * scale, widen(weight_b), widen(bias_b))
+    c = tl.fma(c * scale, widen(weight_c), widen(bias_c))
+    d = tl.fma(d * scale, widen(weight_d), widen(bias_d))
     return a, b, c, d
 
 
@@ -133,12 +135,13 @@ def norm_rope_kernel(
     )
     begin(PDL)
     token = tl.program_id(0).to(tl.int64)
-    task = tl.program_id(1)
-    every_task = tl.num_programs(1) == 1
-
-    do_query = every_task | (task == 0)
-    do_index = every_task | (task == 1)
-    do_kv = every_task | (task == 2)
+    part = tl.program_id(1)
+    last = tl.num_programs(1) - 1
+    FILLS: tl.constexpr = topk_indices_buffer_ptr is not None
+    KV_TASK: tl.constexpr = 2 if FILLS else 3
+    do_query = part == 0
+    do_index = part == (1 & last)
+    do_kv = part == (KV_TASK & last)
 
     # All loads of a token that need no other are in flight before the first of them is used.
     position = load_position(positions_ptr, token, do_index | do_kv)
@@ -155,6 +158,9 @@ def norm_rope_kernel(
         kv_dims = tile_dims(KV_DIM, MLA_TILE)
         kv_mask = do_kv & (kv_dims < KV_DIM)
         kv_c = tl.load(kv_c_ptr + token * kv_row_stride + kv_dims, mask=kv_mask, other=0.0)
+        mla_scale = tl.full((), 1.0, tl.float32)
+        if mla_k_scale_ptr is not None:
+            mla_scale = tl.load(mla_k_scale_ptr)
         pe_a, pe_b = load_pairs(k_pe_ptr + token * k_pe_row_stride, do_kv, 1, ROPE_DIM, True)
     if index_k_ptr is not None:
         index_row = index_k_ptr + token * index_k_row_stride
@@ -163,7 +169,7 @@ def norm_rope_kernel(
         )
 
     if topk_indices_buffer_ptr is not None:
-        if every_task | (task == 3):
+        if part == (3 & last):
             fill_topk_row(token, topk_indices_buffer_ptr, topk_row_stride, TOPK)
 
     if HAS_KV:
@@ -172,6 +178,8 @@ def norm_rope_kernel(
             cos, sin = load_cos_sin(
                 position, rope_cos_sin_ptr, table_row_stride, table_rows, ROPE_DIM
             )
+            if MLA_MODE == "fp8":
+                power, high, low = split_reciprocal(mla_scale)
             kv = norm_kv(kv_c, kv_weight, kv_eps, KV_DIM)
             k_a, k_b = rotate(pe_a, pe_b, cos, sin)
             if mla_kv_cache_ptr is not None:
@@ -180,12 +188,10 @@ def norm_rope_kernel(
                 if MLA_MODE == "float":
                     store_float_entry(entry, live, kv, k_a, k_b, KV_DIM, ROPE_DIM)
                 elif MLA_MODE == "fp8":
-                    scale = tl.full((), 1.0, tl.float32)
-                    if mla_k_scale_ptr is not None:
-                        scale = tl.load(mla_k_scale_ptr)
                     store_fp8_entry(
-                        entry, live, kv, k_a, k_b, scale, KV_DIM, ROPE_DIM, MLA_LIMIT, FNUZ, SOFT
-                    )
+                        entry, live, kv, k_a, k_b, power, high, low,
+                        KV_DIM, ROPE_DIM, MLA_LIMIT, FNUZ, SOFT,
+                    )  # fmt: skip
                 elif MLA_MODE == "fp8_ds_mla":
                     store_fp8_ds_mla_entry(
                         entry, live, kv, k_a, k_b, KV_DIM, ROPE_DIM, MLA_LIMIT, FNUZ, SOFT

@@ -13,6 +13,17 @@ FP32_MAX = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
+def widen(x):
+    """x as fp32. bfloat16 by one shift or mask; the conversion takes two for every second element."""
+    if x.dtype == tl.bfloat16:
+        bits = x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        result = bits.to(tl.float32, bitcast=True)
+    else:
+        result = x.to(tl.float32)
+    return result
+
+
+@triton.jit
 def square(x):
     """x*x rounded to fp32: with a +0 addend the compiler cannot merge it into a later sum."""
     return tl.fma(x, x, 0.0)
@@ -25,28 +36,57 @@ def square_sum(a, b):
 
 
 @triton.jit
-def mean(total, SIZE: tl.constexpr):
-    """total / SIZE correctly rounded, which a product is too if SIZE is a power of two."""
+def divide_by(x, SIZE: tl.constexpr):
+    """x / SIZE correctly rounded, wherever the quotient is normal; SIZE below 2^20.
+
+    A power of two has an exact reciprocal. Any other comes in two parts, the high one rounded
+    toward zero so that an infinite x stays infinite. `div_rn` takes 10 instructions and a branch.
+    """
     if (SIZE & (SIZE - 1)) == 0:
-        result = total * (1.0 / SIZE)
+        result = x * (1.0 / SIZE)
     else:
-        result = tl.div_rn(total, SIZE * 1.0)
+        INVERSE: tl.constexpr = 1.0 / SIZE
+        # 2^29 + 1 times a 53-bit number, less itself, leaves its upper 24 bits.
+        BELOW: tl.constexpr = INVERSE * (1.0 - 5.9604644775390625e-08) * 536870913.0
+        HIGH: tl.constexpr = BELOW - (BELOW - INVERSE * (1.0 - 5.9604644775390625e-08))
+        LOW: tl.constexpr = INVERSE - HIGH
+        result = tl.fma(x, HIGH, x * LOW)
     return result
 
 
 @triton.jit
+def reciprocal(x, y):
+    """1 / x from y, an approximation of it to 20 bits, by two Newton steps.
+
+    Correctly rounded for a normal x, but for one with a mantissa of ones. Unlike `div_rn` it has no
+    slow path: branches split the schedule of a kernel. y is returned where it is 0, infinite or NaN.
+    """
+    once = tl.fma(y, tl.fma(-x, y, 1.0), y)
+    twice = tl.fma(once, tl.fma(-x, once, 1.0), once)
+    return tl.where(twice == twice, twice, y)
+
+
+@triton.jit
 def inverse_rms(sum_of_squares, eps, SIZE: tl.constexpr):
-    """1 / sqrt(mean + eps), both correctly rounded; `rsqrt.approx` would cost 2 ulp."""
-    return tl.div_rn(1.0, tl.sqrt_rn(mean(sum_of_squares, SIZE) + tl.cast(eps, tl.float32)))
+    """1 / sqrt(mean + eps); the mean, the root and the quotient are each correctly rounded."""
+    x = divide_by(sum_of_squares, SIZE) + tl.cast(eps, tl.float32)
+    # `rsqrt` takes denormals for zero: 2^100 and, for the result, 2^50.
+    small = x < 1.0e-30
+    x = tl.where(small, x * 1.2676506002282294e30, x)
+    y = tl.rsqrt(x)
+    root = x * y
+    root = tl.fma(tl.fma(-root, root, x), y * 0.5, root)
+    y = reciprocal(root, y)
+    return tl.where(small, y * 1125899906842624.0, y)
 
 
 @triton.jit
 def rotate(a, b, cos, sin):
     """fp32 pair (a, b) turned by an angle: (a cos - b sin, b cos + a sin)."""
-    a = a.to(tl.float32)
-    b = b.to(tl.float32)
-    cos = cos.to(tl.float32)
-    sin = sin.to(tl.float32)
+    a = widen(a)
+    b = widen(b)
+    cos = widen(cos)
+    sin = widen(sin)
     # Triton's unary minus is 0 - x, which loses the sign of a zero.
     return tl.fma(a, cos, b * sin * -1.0), tl.fma(b, cos, a * sin)
 
@@ -113,14 +153,17 @@ def split_reciprocal(scale):
     exponent = (bits >> 23) & 0xFF
     # 2^-127 is denormal.
     power_bits = tl.where(exponent == 254, 0x00400000, (254 - exponent) << 23)
+    power_bits = tl.where(exponent == 255, 0, power_bits)
     power = (power_bits | (bits & -0x80000000)).to(tl.float32, bitcast=True)
-    power = tl.where(exponent == 255, tl.div_rn(1.0, scale), power)
-    mantissa = tl.where(exponent == 255, 1.0, scale * power)
-    high = tl.div_rn(1.0, mantissa)
-    high_bits = high.to(tl.int32, bitcast=True)
-    too_large = tl.fma(-high, mantissa, 1.0) < 0.0
-    high = tl.where(too_large, high_bits - 1, high_bits).to(tl.float32, bitcast=True)
-    low = tl.div_rn(tl.fma(-high, mantissa, 1.0), mantissa)
+    mantissa = tl.where(tl.abs(scale) == float("inf"), 1.0, scale * power)
+    y = tl.rsqrt(mantissa)
+    inverse = reciprocal(mantissa, y * y)
+    bits = inverse.to(tl.int32, bitcast=True)
+    too_large = tl.fma(-inverse, mantissa, 1.0) < 0.0
+    high = tl.where(too_large, bits - 1, bits).to(tl.float32, bitcast=True)
+    rest = tl.fma(-high, mantissa, 1.0)
+    low = rest * inverse
+    low = tl.fma(tl.fma(-low, mantissa, rest), inverse, low)
     low_bits = low.to(tl.int32, bitcast=True)
     # 1.5 - 2^-23 is the one mantissa for which low has to be rounded down (x = 1.25 scale).
     one_and_a_half = mantissa.to(tl.int32, bitcast=True) == 0x3FBFFFFF
@@ -202,8 +245,8 @@ def e2m1_code(x):
     x = tl.maximum(tl.minimum(x, 6.0), -6.0)
     bits = x.to(tl.int32, bitcast=True)
     # Exponent 0 (all of |x| < 2), 1 or 2, in its place; 2^22 has an ulp of 0.5.
-    exponent = tl.maximum(bits & 0x7F800000, 0x3F800000) - 0x3F800000
-    magic_bits = exponent + 0x4A800000
-    rounded = tl.abs(x) + magic_bits.to(tl.float32, bitcast=True)
-    code = rounded.to(tl.int32, bitcast=True) - magic_bits + (exponent >> 22)
-    return (code | ((bits >> 28) & 0x8)).to(tl.uint8)
+    exponent = tl.maximum(bits & 0x7F800000, 0x3F800000)
+    magic = exponent + (exponent >> 22) + (0x0B000000 - 254)
+    rounded = tl.abs(x) + magic.to(tl.float32, bitcast=True)
+    code = rounded.to(tl.int32, bitcast=True) & 7
+    return (code | ((bits >> 28) & 8)).to(tl.uint8)

@@ -18,6 +18,7 @@ from .numerics import (
     rotate,
     row_scale,
     split_reciprocal,
+    widen,
 )
 from .rows import (
     as_bytes,
@@ -56,7 +57,7 @@ def pack_query(
         a, b = rotate(a, b, cos, sin)
         out = as_bytes(out_ptr) + (token * HEADS + heads) * (NOPE_DIM + ROPE_DIM)
         power, high, low = split_reciprocal(scale)
-        codes = e4m3_code(divide(x.to(tl.float32), power, high, low), LIMIT, FNUZ, SOFT)
+        codes = e4m3_code(divide(widen(x), power, high, low), LIMIT, FNUZ, SOFT)
         tl.store(out + dims, codes, mask=mask & (dims < NOPE_DIM))
         a = e4m3_code(divide(a, power, high, low), LIMIT, FNUZ, SOFT)
         b = e4m3_code(divide(b, power, high, low), LIMIT, FNUZ, SOFT)
@@ -83,11 +84,10 @@ def quantize_index_query(
     mask = rows < HEADS
     index_q = index_q_ptr + token * index_q_row_stride + rows * index_q_head_stride
     a, b, c, d = load_pieces(index_q, mask, TILE, DIM, ROPE_DIM, INTERLEAVED)
-    c = c.to(tl.float32)
-    d = d.to(tl.float32)
-    weights = tl.load(
-        weights_ptr + token * weights_row_stride + heads, mask=heads < HEADS, other=0.0
-    ).to(tl.float32)
+    c = widen(c)
+    d = widen(d)
+    weights = weights_ptr + token * weights_row_stride + heads
+    weights = widen(tl.load(weights, mask=heads < HEADS, other=0.0))
     cos, sin = load_cos_sin(position, table_ptr, table_row_stride, table_rows, ROPE_DIM)
     a, b = rotate(a, b, cos, sin)
     scale = row_scale(finite_amax_pieces(a, b, c, d), LIMIT)

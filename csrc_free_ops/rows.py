@@ -8,7 +8,7 @@ pairs are split and joined in registers, half-split ones are two contiguous piec
 import triton
 import triton.language as tl
 
-from .numerics import finite_amax, inverse_rms, square_sum
+from .numerics import finite_amax, inverse_rms, square_sum, widen
 
 
 @triton.jit
@@ -56,16 +56,16 @@ def store_normed_row(
     """
     if WEIGHT_FIRST:
         weight_head, weight_tail = load_row(weight_ptr, True, DIM)
-    head = head.to(tl.float32)
-    tail = tail.to(tl.float32)
+    head = widen(head)
+    tail = widen(tail)
     # Folded onto the tail, the head shares its reduction: five dependent shuffles less.
     FOLDS: tl.constexpr = head.shape[0] // tail.shape[0]
     squares = tl.sum(tl.reshape(pair_squares(head), (FOLDS, tail.shape[0] // 2)), axis=0)
     scale = inverse_rms(tl.sum(squares + pair_squares(tail), axis=0), eps, DIM)
     if not WEIGHT_FIRST:
         weight_head, weight_tail = load_row(weight_ptr, True, DIM)
-    head = head * scale * weight_head.to(tl.float32)
-    store_row(out_ptr, head, tail * scale * weight_tail.to(tl.float32), DIM)
+    head = head * scale * widen(weight_head)
+    store_row(out_ptr, head, tail * scale * widen(weight_tail), DIM)
 
 
 @triton.jit
