@@ -35,7 +35,7 @@ from dsv32_ops.bench.traffic import traffic
 from dsv32_ops.geometry import Grid
 from dsv32_ops.ops import mtp, norm_rope, query
 
-TOKENS = (1, 64, 512, 1024, 2048, 4096, 16384, 65536)
+TOKENS = (1, 64, 512, 1024, 1536, 2048, 4096, 16384, 65536)
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,14 @@ class Variant:
     num_warps: int
     pdl: bool = True
     tasks: int = 0
+    registers: int = 0
     constants: tuple[tuple[str, int], ...] = field(default=())
 
     @property
     def label(self) -> str:
         parts = [f"warps {self.num_warps}"]
         parts += [f"tasks {self.tasks}"] if self.tasks else []
+        parts += [f"registers {self.registers}"] if self.registers else []
         parts += [f"{name} {value}" for name, value in self.constants]
         return ", ".join(parts if self.pdl else [*parts, "no PDL"])
 
@@ -60,14 +62,16 @@ class Variant:
 def variants(op: str) -> Iterator[Variant]:
     if op == "fused_norm_rope":
         for inputs in ("auto", "fp8_ds_mla", "auto no fill"):
-            for warps, tasks in itertools.product((1, 2, 4), (1, 4)):
+            for warps, tasks in itertools.product((1, 2, 4), (1, 2, 4)):
                 yield Variant(op, inputs, warps, tasks=tasks)
+            for registers, tasks in itertools.product((72, 80, 88), (1, 2, 4)):
+                yield Variant(op, inputs, 1, tasks=tasks, registers=registers)
         yield Variant(op, "auto", 1, pdl=False, tasks=4)
         yield Variant(op, "auto", 1, pdl=False, tasks=1)
     elif op == "fused_q":
         tiles = ((1, 8), (2, 16), (4, 32))
         for inputs, heads in (("H=16 fp8", (2, 4, 8)), ("H=128 fp8", (2, 4, 8)),
-                              ("H=16 bf16", (16, 32)), ("H=128 bf16", (16, 32, 64))):  # fmt: skip
+                              ("H=16 bf16", (4, 8, 16)), ("H=128 bf16", (16, 32, 64))):  # fmt: skip
             for (warps, index_tile), tile in itertools.product(tiles, heads):
                 yield _query_variant(inputs, warps, tile, index_tile, 128)
         for group in (1, 32, 1024, 1 << 20):
@@ -107,9 +111,7 @@ def call_of(variant: Variant, inputs: dict[str, Any]) -> tuple[Callable[[], Any]
         outputs = list(query._outputs(**inputs))
         _, args, constants = query.prepare(**inputs, outputs=tuple(outputs), pdl=pdl)
         kernel = query_kernel
-        num_tokens, heads, _ = inputs["q_pe"].shape
-        tiles = dict(variant.constants)
-        grid = launch.query_grid(num_tokens, heads, inputs["index_q"].shape[1], tiles)
+        grid = launch.query_grid(inputs["q_pe"].shape[0], {**constants, **dict(variant.constants)})
     elif variant.op == "fused_embed_norm":
         outputs = list(mtp._embed_outputs(inputs["input_ids"], inputs["embed_table"]))
         names = ("input_ids", "embed_table", "norm_weight", "eps")
@@ -124,6 +126,8 @@ def call_of(variant: Variant, inputs: dict[str, Any]) -> tuple[Callable[[], Any]
         kernel = eh_norm_kernel
     constants = {**constants, **dict(variant.constants)}
     options = {"num_warps": variant.num_warps, **({"launch_pdl": True} if pdl else {})}
+    if variant.registers:
+        options["maxnreg"] = variant.registers
 
     def call() -> None:
         kernel[grid.launch()](*args, **constants, **options)

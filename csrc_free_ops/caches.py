@@ -90,9 +90,7 @@ def store_nvfp4_ds_mla_entry(
     blocks = tl.arange(0, BLOCKS)
     amax = finite_amax(kv)
     scale_code = e4m3_code(tl.maximum(divide_by(amax, 6), 0.001953125), 448.0, False, SOFT)
-    scale = e4m3_value(scale_code)
-    y = tl.rsqrt(scale)
-    inverse = reciprocal(scale, y * y)
+    inverse = reciprocal(e4m3_value(scale_code))
     codes = e2m1_code(kv * inverse[:, None])
     low, high = tl.split(tl.reshape(codes, (BLOCKS, 8, 2)))
     payload = entry + blocks[:, None] * 8 + tl.arange(0, 8)[None, :]

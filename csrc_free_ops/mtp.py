@@ -38,10 +38,10 @@ def eh_norm_kernel(
             row = table_row(ids_ptr, token, embeds_rows)
         not_first = tl.load(positions_ptr + token) != 0
         head, tail = load_row(embeds_ptr + row * embeds_row_stride, not_first, DIM)
-        store_normed_row(out, head, tail, embed_weight_ptr, eps, DIM, WEIGHT_FIRST=True)
+        store_normed_row(out, head, tail, embed_weight_ptr, eps, DIM)
     else:
         head, tail = load_row(hidden_ptr + token * hidden_row_stride, True, DIM)
-        store_normed_row(out + DIM, head, tail, hidden_weight_ptr, eps, DIM, WEIGHT_FIRST=True)
+        store_normed_row(out + DIM, head, tail, hidden_weight_ptr, eps, DIM)
 
 
 @triton.jit(do_not_specialize_on_alignment=["ids_ptr"])
@@ -56,4 +56,4 @@ def embed_norm_kernel(
     head, tail = load_row(row, True, DIM)
     store_row(residual_ptr + token * residual_row_stride, head, tail, DIM)
     normed = normed_ptr + token * normed_row_stride
-    store_normed_row(normed, head, tail, weight_ptr, eps, DIM, WEIGHT_FIRST=True)
+    store_normed_row(normed, head, tail, weight_ptr, eps, DIM)

@@ -5,9 +5,9 @@
     k       = rope(LayerNorm(index_k))                 -> index_k_out, e4m3 -> indexer cache
     topk    = -1
 
-Tokens are on grid axis x. The y axis splits the tasks over programs when its size is 4, which
-shortens the critical path of a small batch; when it is 1 a program does all tasks of its token,
-which keeps more bytes in flight per launched program. Both grids run the same binary.
+Tokens are on grid axis x. The y axis, of size 1, 2 or 4, splits the tasks over programs: 4 shorten
+the critical path of a small batch, 1 keeps more bytes in flight per launched program. All grids run
+the same binary.
 """
 
 import triton
@@ -62,7 +62,7 @@ def norm_kv(x, weight, eps, DIM: tl.constexpr):
     x = widen(x)
     a, b = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
     squares = tl.sum(tl.sum(square_sum(a, b), axis=1), axis=0)
-    return x * inverse_rms(squares, eps, DIM) * widen(weight)
+    return x * inverse_rms(squares, eps, DIM, BRANCH=True) * widen(weight)
 
 
 @triton.jit
@@ -84,7 +84,8 @@ def norm_index_key(
     b = tl.where(pair_lanes, b - center, 0.0)
     c = tl.where(tail_lanes < DIM - ROPE_DIM - SECOND, c - center, 0.0)
     d = tl.where(tail_lanes < SECOND, d - center, 0.0)
-    scale = inverse_rms(sum_pieces(square_sum(a, b), square_sum(c, d)), eps, DIM)[:, None]
+    squares = sum_pieces(square_sum(a, b), square_sum(c, d))
+    scale = inverse_rms(squares, eps, DIM, BRANCH=False)[:, None]
     a = tl.fma(a * scale, widen(weight_a), widen(bias_a))
     b = tl.fma(b * scale, widen(weight_b), widen(bias_b))
     c = tl.fma(c * scale, widen(weight_c), widen(bias_c))
@@ -135,10 +136,11 @@ def norm_rope_kernel(
     )
     begin(PDL)
     token = tl.program_id(0).to(tl.int64)
+    # Task t belongs to part t modulo the size of y. In halves the query goes with KV and the key
+    # with the fill, or without a fill the query alone: about the same number of bytes each.
     part = tl.program_id(1)
     last = tl.num_programs(1) - 1
-    FILLS: tl.constexpr = topk_indices_buffer_ptr is not None
-    KV_TASK: tl.constexpr = 2 if FILLS else 3
+    KV_TASK: tl.constexpr = 2 if topk_indices_buffer_ptr is not None else 3
     do_query = part == 0
     do_index = part == (1 & last)
     do_kv = part == (KV_TASK & last)
@@ -251,4 +253,4 @@ def norm_rope_kernel(
 
     if do_query:
         q_out = q_c_out_ptr + token * q_out_row_stride
-        store_normed_row(q_out, q_head, q_tail, q_norm_weight_ptr, q_eps, Q_DIM, WEIGHT_FIRST=False)
+        store_normed_row(q_out, q_head, q_tail, q_norm_weight_ptr, q_eps, Q_DIM)

@@ -2,8 +2,8 @@
 
 Contraction into FMA is a compiler option that torch.compile does not forward to user kernels
 (torch 2.13), so nothing here may depend on it: a product whose sum is rounded once is written as
-`tl.fma`, one that must be rounded on its own goes through `square`, and divisions are `tl.div_rn`
-or give what it gives. The eager op and the traced kernel then agree bit for bit.
+`tl.fma`, one that must be rounded on its own goes through `square`, and divisions give what
+`tl.div_rn` gives. The eager op and the traced kernel then agree bit for bit.
 """
 
 import triton
@@ -14,7 +14,7 @@ FP32_MAX = tl.constexpr(3.4028234663852886e38)
 
 @triton.jit
 def widen(x):
-    """x as fp32. bfloat16 by one shift or mask; the conversion takes two for every second element."""
+    """x as fp32: bfloat16 by one shift or mask, where `.to` takes two for every other element."""
     if x.dtype == tl.bfloat16:
         bits = x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
         result = bits.to(tl.float32, bitcast=True)
@@ -46,38 +46,56 @@ def divide_by(x, SIZE: tl.constexpr):
         result = x * (1.0 / SIZE)
     else:
         INVERSE: tl.constexpr = 1.0 / SIZE
-        # 2^29 + 1 times a 53-bit number, less itself, leaves its upper 24 bits.
-        BELOW: tl.constexpr = INVERSE * (1.0 - 5.9604644775390625e-08) * 536870913.0
-        HIGH: tl.constexpr = BELOW - (BELOW - INVERSE * (1.0 - 5.9604644775390625e-08))
+        # Its upper 24 bits, by Veltkamp's way to split, and a little below the reciprocal.
+        BELOW: tl.constexpr = INVERSE * (1.0 - 5.9604644775390625e-08)
+        SCALED: tl.constexpr = BELOW * 536870913.0
+        HIGH: tl.constexpr = SCALED - (SCALED - BELOW)
         LOW: tl.constexpr = INVERSE - HIGH
         result = tl.fma(x, HIGH, x * LOW)
     return result
 
 
 @triton.jit
-def reciprocal(x, y):
-    """1 / x from y, an approximation of it to 20 bits, by two Newton steps.
+def newton_reciprocal(x, y):
+    """1 / x from y, an approximation of it to 20 bits, in two steps.
 
-    Correctly rounded for a normal x, but for one with a mantissa of ones. Unlike `div_rn` it has no
-    slow path: branches split the schedule of a kernel. y is returned where it is 0, infinite or NaN.
+    Correctly rounded for a normal x, but for one with a mantissa of ones. `div_rn` takes 10
+    instructions and a branch to a slow path, which splits the schedule of a kernel.
     """
-    once = tl.fma(y, tl.fma(-x, y, 1.0), y)
-    twice = tl.fma(once, tl.fma(-x, once, 1.0), once)
-    return tl.where(twice == twice, twice, y)
+    y = tl.fma(y, tl.fma(-x, y, 1.0), y)
+    return tl.fma(y, tl.fma(-x, y, 1.0), y)
 
 
 @triton.jit
-def inverse_rms(sum_of_squares, eps, SIZE: tl.constexpr):
-    """1 / sqrt(mean + eps); the mean, the root and the quotient are each correctly rounded."""
+def inverse_rms(sum_of_squares, eps, SIZE: tl.constexpr, BRANCH: tl.constexpr):
+    """1 / sqrt(mean + eps); mean, root and quotient are each correctly rounded.
+
+    `sqrt_rn` and `div_rn` take 12 instructions more for any argument. Those that the quick way does
+    not cover (denormal, 0, infinite) are scaled or selected, or with BRANCH left to the two: ptxas
+    issues the loads in front of a branch together, and without one spreads them over the kernel.
+    """
     x = divide_by(sum_of_squares, SIZE) + tl.cast(eps, tl.float32)
-    # `rsqrt` takes denormals for zero: 2^100 and, for the result, 2^50.
-    small = x < 1.0e-30
-    x = tl.where(small, x * 1.2676506002282294e30, x)
+    if BRANCH:
+        if (x > 1.0e-30) & (x < float("inf")):
+            result = _inverse_root(x)
+        else:
+            result = tl.div_rn(1.0, tl.sqrt_rn(x))
+    else:
+        small = x < 1.0e-30
+        x = tl.where(small, x * 1.2676506002282294e30, x)
+        result = _inverse_root(x)
+        # 0 and infinity, where it is NaN.
+        result = tl.where(result == result, result, tl.rsqrt(x))
+        result = tl.where(small, result * 1125899906842624.0, result)
+    return result
+
+
+@triton.jit
+def _inverse_root(x):
     y = tl.rsqrt(x)
     root = x * y
     root = tl.fma(tl.fma(-root, root, x), y * 0.5, root)
-    y = reciprocal(root, y)
-    return tl.where(small, y * 1125899906842624.0, y)
+    return newton_reciprocal(root, y)
 
 
 @triton.jit
@@ -142,6 +160,14 @@ def tile_scale(amax, LIMIT: tl.constexpr):
 
 
 @triton.jit
+def reciprocal(x):
+    """1 / x for x in [2^-100, 2^100], 0 and infinity; see `newton_reciprocal`."""
+    y = tl.rsqrt(x)
+    result = newton_reciprocal(x, y * y)
+    return tl.where(result == result, result, y)
+
+
+@triton.jit
 def split_reciprocal(scale):
     """(power, high, low) of a scalar, for `divide`: 1 / scale = power * (high + low) to 48 bits.
 
@@ -156,8 +182,7 @@ def split_reciprocal(scale):
     power_bits = tl.where(exponent == 255, 0, power_bits)
     power = (power_bits | (bits & -0x80000000)).to(tl.float32, bitcast=True)
     mantissa = tl.where(tl.abs(scale) == float("inf"), 1.0, scale * power)
-    y = tl.rsqrt(mantissa)
-    inverse = reciprocal(mantissa, y * y)
+    inverse = reciprocal(mantissa)
     bits = inverse.to(tl.int32, bitcast=True)
     too_large = tl.fma(-inverse, mantissa, 1.0) < 0.0
     high = tl.where(too_large, bits - 1, bits).to(tl.float32, bitcast=True)
@@ -239,12 +264,13 @@ def e2m1_code(x):
     """e2m1 nibble of an fp32 value: nearest even, saturating at 6, NaN becomes +6 (code 7).
 
     e2m1's step is 0.5 below 2, then 1, then 2. Adding the power of two whose fp32 ulp is that step
-    lets the adder round, and the sum's low bits count the steps.
+    lets the adder round.
     """
     # NaN loses every comparison, so that the first one turns it into 6.
     x = tl.maximum(tl.minimum(x, 6.0), -6.0)
     bits = x.to(tl.int32, bitcast=True)
-    # Exponent 0 (all of |x| < 2), 1 or 2, in its place; 2^22 has an ulp of 0.5.
+    # 2^(22 + e) has that ulp, for exponents e of 0 (all of |x| < 2), 1 and 2. 2e such steps on top
+    # make the sum's low bits the code: 1 is code 2, 2 is code 4, and 4 is code 6.
     exponent = tl.maximum(bits & 0x7F800000, 0x3F800000)
     magic = exponent + (exponent >> 22) + (0x0B000000 - 254)
     rounded = tl.abs(x) + magic.to(tl.float32, bitcast=True)

@@ -46,24 +46,15 @@ def pair_squares(x):
 
 
 @triton.jit
-def store_normed_row(
-    out_ptr, head, tail, weight_ptr, eps, DIM: tl.constexpr, WEIGHT_FIRST: tl.constexpr
-):
-    """RMSNorm of a row that `load_row` read.
-
-    WEIGHT_FIRST takes the latency of the weight off the chain of a small batch, 0.2 to 0.3 us on an
-    H200, for as many registers as the row has.
-    """
-    if WEIGHT_FIRST:
-        weight_head, weight_tail = load_row(weight_ptr, True, DIM)
+def store_normed_row(out_ptr, head, tail, weight_ptr, eps, DIM: tl.constexpr):
+    """RMSNorm of a row that `load_row` read."""
+    weight_head, weight_tail = load_row(weight_ptr, True, DIM)
     head = widen(head)
     tail = widen(tail)
     # Folded onto the tail, the head shares its reduction: five dependent shuffles less.
     FOLDS: tl.constexpr = head.shape[0] // tail.shape[0]
     squares = tl.sum(tl.reshape(pair_squares(head), (FOLDS, tail.shape[0] // 2)), axis=0)
-    scale = inverse_rms(tl.sum(squares + pair_squares(tail), axis=0), eps, DIM)
-    if not WEIGHT_FIRST:
-        weight_head, weight_tail = load_row(weight_ptr, True, DIM)
+    scale = inverse_rms(tl.sum(squares + pair_squares(tail), axis=0), eps, DIM, BRANCH=False)
     head = head * scale * widen(weight_head)
     store_row(out_ptr, head, tail * scale * widen(weight_tail), DIM)
 
@@ -175,14 +166,15 @@ def grouped_program(GROUP: tl.constexpr, TASKS: tl.constexpr):
     time. Renumbered, GROUP tokens do all their tasks before the next ones start.
     """
     num_tokens = tl.num_programs(0)
-    program = tl.program_id(1).to(tl.int64) * num_tokens + tl.program_id(0)
-    first = program // (GROUP * TASKS) * GROUP
-    member = (program % (GROUP * TASKS)).to(tl.int32)
+    # 32 bits hold it: no launcher starts a grid of more programs.
+    program = (tl.program_id(1) * num_tokens + tl.program_id(0)).to(tl.uint32)
+    first = (program // (GROUP * TASKS) * GROUP).to(tl.int32)
+    member = program % (GROUP * TASKS)
     # The last tokens, fewer than GROUP, take turns task by task: a division by their number would
     # stand in front of the first load, and a decoding batch is nothing else.
-    whole = first + GROUP <= num_tokens
+    whole = first <= num_tokens - GROUP
     token = first + tl.where(whole, member % GROUP, member // TASKS)
-    return token, tl.where(whole, member // GROUP, member % TASKS)
+    return token.to(tl.int64), tl.where(whole, member // GROUP, member % TASKS)
 
 
 @triton.jit

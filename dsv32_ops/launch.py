@@ -22,14 +22,21 @@ from .geometry import Grid
 # Measured on an H200 by benchmarks/tune.py over 1 to 65,536 tokens (benchmarks/NOTES.md); other
 # architectures run the same until somebody measures them there.
 #
-# Up to this many tokens `fused_norm_rope` spreads its tasks over programs, which shortens the
-# critical path; above it one program does all tasks of a token. Both grids run one binary.
-NORM_ROPE_SPLIT_TOKENS = 1024
-NORM_ROPE_TASKS = 4
+# `fused_norm_rope` spreads its four tasks over 4 programs up to FOUR tokens, which shortens the
+# critical path, and over 2 between ONE and TWO: there the programs of a launch fill 40 to 80 % of
+# the places on the multiprocessors, and those of the next one, which dependent launch lets in, take
+# the rest unevenly (2,048 tokens: 13.9 us, in halves 11.1). All grids run one binary.
+NORM_ROPE_FOUR_TOKENS = 768
+NORM_ROPE_ONE_TOKENS = 1024
+NORM_ROPE_TWO_TOKENS = 2560
+# With rows of 1,536, 80 registers instead of 91 let 25 warps run instead of 21: 3 to 5 % without
+# the fill. Longer rows spill there.
+NORM_ROPE_REGISTERS = 80
+NORM_ROPE_LIMITED_ROW_BYTES = 3072
 # Four warps take three times as long at 65,536 tokens.
 NORM_ROPE_WARPS = 1
 QUERY_WARPS = 2
-# 4 heads of 512 + 64 take 64 registers; 8 heads take 128, and 6 to 17 % longer.
+# 8 heads are as fast from 1,024 tokens, and up to 20 % slower at 256.
 QUERY_HEAD_TILE = 4
 QUERY_ROPE_ONLY_HEAD_TILE = 32
 QUERY_INDEX_TILE = 16
@@ -40,23 +47,38 @@ NORM_ELEMENTS_PER_WARP = 2048
 
 def norm_rope_grid(num_tokens: int) -> Grid:
     # Written without a comparison: a traced launch keeps one graph for every token count.
-    split = torch.sym_min(1, NORM_ROPE_SPLIT_TOKENS // torch.sym_max(num_tokens, 1))
-    return Grid(num_tokens, 1 + (NORM_ROPE_TASKS - 1) * split)
+    def up_to(limit: int) -> int:
+        return torch.sym_min(1, limit // torch.sym_max(num_tokens, 1))
+
+    halves = up_to(NORM_ROPE_TWO_TOKENS) - up_to(NORM_ROPE_ONE_TOKENS)
+    return Grid(num_tokens, 1 + 3 * up_to(NORM_ROPE_FOUR_TOKENS) + halves)
+
+
+def norm_rope_registers(row_bytes: int) -> int | None:
+    """Most registers of a thread for query rows of this size, if that helps."""
+    return NORM_ROPE_REGISTERS if row_bytes <= NORM_ROPE_LIMITED_ROW_BYTES else None
 
 
 def query_tiles(heads: int, nope_dim: int, index_heads: int) -> dict[str, int]:
     """Heads per program: enough bytes that every thread moves 16 at a time."""
-    tile = QUERY_HEAD_TILE if nope_dim else QUERY_ROPE_ONLY_HEAD_TILE
+    index_tile = min(QUERY_INDEX_TILE, _next_power_of_2(max(index_heads, 1)))
+    tile = QUERY_HEAD_TILE
+    if not nope_dim:
+        # Programs do a share of the query's heads and one of the indexer's.
+        share = -(-heads * index_tile // max(index_heads, 1)) if index_heads else heads
+        tile = min(QUERY_ROPE_ONLY_HEAD_TILE, _next_power_of_2(share))
     return {
         "GROUP": QUERY_GROUP,
         "TILE": min(tile, _next_power_of_2(heads)),
-        "INDEX_TILE": min(QUERY_INDEX_TILE, _next_power_of_2(max(index_heads, 1))),
+        "INDEX_TILE": index_tile,
     }
 
 
-def query_grid(num_tokens: int, heads: int, index_heads: int, tiles: Mapping[str, int]) -> Grid:
-    head_tiles = -(-heads // tiles["TILE"])
-    return Grid(num_tokens, head_tiles + -(-index_heads // tiles["INDEX_TILE"]))
+def query_grid(num_tokens: int, constants: Mapping[str, Any]) -> Grid:
+    head_tiles = -(-constants["HEADS"] // constants["TILE"])
+    index_tiles = -(-constants["INDEX_HEADS"] // constants["INDEX_TILE"])
+    both = head_tiles + index_tiles if constants["QUANTIZE"] else max(head_tiles, index_tiles)
+    return Grid(num_tokens, both)
 
 
 def _next_power_of_2(n: int) -> int:
@@ -114,6 +136,7 @@ def launch(
     constants: Mapping[str, Any],
     device: torch.device,
     num_warps: int,
+    registers: int | None = None,
 ) -> Any:
     """Start `kernel` on the current stream of `device`, whatever device is current.
 
@@ -125,6 +148,8 @@ def launch(
     options: dict[str, Any] = {"num_warps": num_warps}
     if constants["PDL"]:
         options["launch_pdl"] = True
+    if registers and platform.backend(device) == "cuda":
+        options["maxnreg"] = registers
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     with torch.cuda.device(device) if elsewhere else contextlib.nullcontext():
         return kernel[shape](*args, **constants, **options)

@@ -550,7 +550,7 @@ def test_the_out_form_writes_the_callers_tensor_and_returns_nothing(device, dtyp
 
 @device_cases("dtype", [BF16, FP32], gpu=[BF16])
 def test_outs_may_be_the_inputs_themselves(device, dtype):
-    for num_tokens in (20, 300 if device == "cpu" else launch.NORM_ROPE_SPLIT_TOKENS + 300):
+    for num_tokens in (20, 300 if device == "cpu" else launch.NORM_ROPE_TWO_TOKENS + 300):
         call = Call(SMALL, num_tokens, device, Caches("fp8_ds_mla", dtype))
         expected = call.run()
         q_c, kv_c, k_pe = (call.inputs[name] for name in ("q_c", "kv_c", "k_pe"))
@@ -838,7 +838,7 @@ def test_a_non_finite_row_changes_no_other_row(device, formats):
 @device_cases("formats", GPU_FORMATS, gpu=[DS_MLA, GPU_FORMATS[2]])
 def test_any_split_of_the_batch_gives_the_same_bytes(device, formats):
     """On a GPU the whole is past the limit of the split grid, the pieces are not."""
-    num_tokens = 301 if device == "cpu" else launch.NORM_ROPE_SPLIT_TOKENS + 301
+    num_tokens = 301 if device == "cpu" else launch.NORM_ROPE_TWO_TOKENS + 301
     call = Call(SMALL, num_tokens, device, formats)
     whole = call.run()
     order = torch.randperm(num_tokens, generator=generator(1)).to(device)
@@ -846,13 +846,31 @@ def test_any_split_of_the_batch_gives_the_same_bytes(device, formats):
     assert_same(call.run_in_pieces(pieces), whole)
 
 
+BORDERS = (
+    launch.NORM_ROPE_FOUR_TOKENS,
+    launch.NORM_ROPE_ONE_TOKENS,
+    launch.NORM_ROPE_TWO_TOKENS,
+)
+
+
+def test_tasks_are_split_by_the_table():
+    beside = [launch.norm_rope_grid(border + d).launch()[1] for border in BORDERS for d in (0, 1)]
+    assert beside == [4, 1, 1, 2, 2, 1]
+    assert launch.norm_rope_grid(1).launch()[1] == 4
+
+
 @on_gpu
-@pytest.mark.parametrize("beside", [-1, 0, 1])
-def test_both_grids_give_the_same_bytes_around_their_border(beside):
-    num_tokens = launch.NORM_ROPE_SPLIT_TOKENS + beside
-    call = Call(SMALL, num_tokens, "cuda")
-    rows = torch.arange(num_tokens, device="cuda")
-    assert_same(call.run_in_pieces(rows.split(100)), call.run())
+@pytest.mark.parametrize("border", BORDERS)
+@pytest.mark.parametrize("beside", [0, 1])
+@pytest.mark.parametrize("fill_topk", [True, False])
+def test_all_grids_give_the_same_bytes_around_their_borders(border, beside, fill_topk):
+    call = Call(SMALL, border + beside, "cuda")
+    call.inputs["fill_topk"] = fill_topk
+    pieces = torch.arange(border + beside, device="cuda").split(100)
+    actual, expected = call.run_in_pieces(pieces), call.run()
+    if not fill_topk:
+        del actual["topk_indices_buffer"], expected["topk_indices_buffer"]
+    assert_same(actual, expected)
 
 
 @device_cases("dtype", [BF16, FP16, FP32], gpu=[BF16])
@@ -867,7 +885,7 @@ def test_strided_equals_contiguous(device, dtype):
 
 @on_devices
 def test_two_runs_give_the_same_bytes(device):
-    for num_tokens in (40, 300 if device == "cpu" else launch.NORM_ROPE_SPLIT_TOKENS + 300):
+    for num_tokens in (40, 300 if device == "cpu" else launch.NORM_ROPE_TWO_TOKENS + 300):
         call = Call(SMALL, num_tokens, device)
         first = call.run()
         assert_same(call.run(), first)

@@ -142,7 +142,7 @@ class Recorder:
     def _empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(size, stride, dtype=dtype)
 
-    def _launch(self, kernel, grid, args, constants, device, num_warps):
+    def _launch(self, kernel, grid, args, constants, device, num_warps, registers=None):
         self.long.append([_address(arg) for arg in (*args, *constants.values())])
         return Compiled(Recording(self.short, grid.launch()))
 

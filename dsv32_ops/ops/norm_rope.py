@@ -172,8 +172,9 @@ def _cuda(*args: Any, q_c_out: Tensor | None = None) -> Tensor:
     kernel_args, constants = prepare(*args, q_c_out=written, pdl=launch.use_pdl(device))
     grid = launch.norm_rope_grid(q_c.shape[0])
     compiled = launch.launch(
-        norm_rope_kernel, grid, kernel_args, constants, device, launch.NORM_ROPE_WARPS
-    )
+        norm_rope_kernel, grid, kernel_args, constants, device, launch.NORM_ROPE_WARPS,
+        launch.norm_rope_registers(q_c.shape[1] * q_c.element_size()),
+    )  # fmt: skip
     # Whether index_k_out overlaps index_k depends on addresses, which a shortcut does not compare.
     if dict(zip(_NAMES, args, strict=False)).get("index_k_out") is None:
         names = _NAMES if q_c_out is None else ["q_c_out", *_NAMES]

@@ -114,7 +114,7 @@ def prepare(
         q_pe_step, nope_step, index_q_step,
         fp8_dtype, soft, pdl,
     )  # fmt: skip
-    return launch.query_grid(num_tokens, heads, index_heads, constants), args, constants
+    return launch.query_grid(num_tokens, constants), args, constants
 
 
 def _outputs(

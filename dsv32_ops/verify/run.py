@@ -211,9 +211,10 @@ def _grid(op: str, inputs: Mapping[str, Any], device: torch.device) -> str:
     if op == "fused_norm_rope":
         grid = launch.norm_rope_grid(num_tokens)
     else:
-        heads = inputs["ql_nope"].shape[1]
+        quantize = inputs["quantize_mqa"]
+        heads, nope_dim = inputs["ql_nope"].shape[1:]
         index_heads = inputs["index_q"].shape[1] if inputs["has_indexer"] else 0
-        nope_dim = inputs["ql_nope"].shape[2] if inputs["quantize_mqa"] else 0
-        tiles = launch.query_tiles(heads, nope_dim, index_heads)
-        grid = launch.query_grid(num_tokens, heads, index_heads, tiles)
+        tiles = launch.query_tiles(heads, nope_dim if quantize else 0, index_heads)
+        sizes = {"HEADS": heads, "INDEX_HEADS": index_heads, "QUANTIZE": quantize}
+        grid = launch.query_grid(num_tokens, {**sizes, **tiles})
     return " x ".join(f"{count:,}" for count in grid.launch())
