@@ -37,7 +37,7 @@ from .rows import (
 
 @triton.jit
 def tile_heads(tile, TILE: tl.constexpr):
-    return (tile * TILE + tl.arange(0, TILE))[:, None].to(tl.int64)
+    return (tile.to(tl.int64) * TILE + tl.arange(0, TILE))[:, None]
 
 
 @triton.jit

@@ -166,15 +166,14 @@ def grouped_program(GROUP: tl.constexpr, TASKS: tl.constexpr):
     time. Renumbered, GROUP tokens do all their tasks before the next ones start.
     """
     num_tokens = tl.num_programs(0)
-    # 32 bits hold it: no launcher starts a grid of more programs.
-    program = (tl.program_id(1) * num_tokens + tl.program_id(0)).to(tl.uint32)
-    first = (program // (GROUP * TASKS) * GROUP).to(tl.int32)
-    member = program % (GROUP * TASKS)
+    program = tl.program_id(1).to(tl.int64) * num_tokens + tl.program_id(0)
+    first = program // (GROUP * TASKS) * GROUP
+    member = (program % (GROUP * TASKS)).to(tl.int32)
     # The last tokens, fewer than GROUP, take turns task by task: a division by their number would
     # stand in front of the first load, and a decoding batch is nothing else.
-    whole = first <= num_tokens - GROUP
+    whole = first + GROUP <= num_tokens
     token = first + tl.where(whole, member % GROUP, member // TASKS)
-    return token.to(tl.int64), tl.where(whole, member // GROUP, member % TASKS)
+    return token, tl.where(whole, member // GROUP, member % TASKS)
 
 
 @triton.jit

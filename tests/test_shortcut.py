@@ -52,7 +52,8 @@ class Bare(Launcher):
     global_scratch_size = profile_scratch_size = 0
 
     def __init__(self, order: Callable[..., tuple[Any, ...]]) -> None:
-        self._order, self.calls, self.entered = order, [], 0
+        self._order, self.entered = order, 0
+        self.calls: list[tuple[Any, ...]] = []
         self.launch = lambda *args: self.calls.append(args)
 
     def __call__(
