@@ -59,6 +59,11 @@ def norm_rope_registers(row_bytes: int) -> int | None:
     return NORM_ROPE_REGISTERS if row_bytes <= NORM_ROPE_LIMITED_ROW_BYTES else None
 
 
+def register_option(registers: int | None, backend: str, major: int) -> dict[str, int]:
+    """Triton's option, where it was measured: for sm_100 and sm_120 the same limit spills."""
+    return {"maxnreg": registers} if registers and backend == "cuda" and major == 9 else {}
+
+
 def query_tiles(heads: int, nope_dim: int, index_heads: int) -> dict[str, int]:
     """Heads per program: enough bytes that every thread moves 16 at a time."""
     index_tile = min(QUERY_INDEX_TILE, _next_power_of_2(max(index_heads, 1)))
@@ -148,8 +153,9 @@ def launch(
     options: dict[str, Any] = {"num_warps": num_warps}
     if constants["PDL"]:
         options["launch_pdl"] = True
-    if registers and platform.backend(device) == "cuda":
-        options["maxnreg"] = registers
+    if registers and device.type == "cuda":
+        major, _ = platform.capability(device.index)
+        options |= register_option(registers, platform.backend(device), major)
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     with torch.cuda.device(device) if elsewhere else contextlib.nullcontext():
         return kernel[shape](*args, **constants, **options)

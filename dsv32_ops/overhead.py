@@ -56,6 +56,7 @@ def _norm_rope(inputs: dict[str, Any], device: torch.device) -> dict[str, float]
         allocate=lambda: norm_rope._empty_output(inputs["q_c"]),
         kernel=norm_rope.norm_rope_kernel,
         num_warps=launch.NORM_ROPE_WARPS,
+        registers=launch.norm_rope_registers(out.shape[1] * out.element_size()),
         result=out,
     )  # fmt: skip
 
@@ -79,6 +80,7 @@ def _breakdown(
     op: Any, inputs: dict[str, Any], values: tuple[Any, ...], device: torch.device, *,
     check: Callable[[], Any], prepare: Callable[[], tuple[Any, ...]],
     allocate: Callable[[], Any], kernel: Any, num_warps: int, result: Any,
+    registers: int | None = None,
 ) -> dict[str, float]:  # fmt: skip
     """Each part on its own, and whole calls. On a CPU a whole call is mostly the computation."""
     grid, args, constants = prepare()
@@ -93,7 +95,7 @@ def _breakdown(
     }
     if device.type == "cuda":
         parts["first call of its kind: Triton's launch"] = lambda: launch.launch(
-            kernel, grid, args, constants, device, num_warps
+            kernel, grid, args, constants, device, num_warps, registers
         )
     parts["whole call, keywords"] = lambda: op(**inputs)
     parts["whole call, positional"] = lambda: op(*values)
