@@ -9,7 +9,7 @@ import inspect
 import math
 import operator
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -170,17 +170,21 @@ class Shortcut:
     """
 
     def __init__(
-        self, compiled: Any, grid: Grid, args: Sequence[Any], groups: Sequence[Sequence[int]],
-        outputs: Sequence[Tensor], sources: Sequence[tuple[int, int, int]], values: Sequence[Any],
-        device_index: int,
+        self, compiled: Any, grid: Grid, args: Sequence[Any], outputs: Sequence[Tensor],
+        sources: Sequence[tuple[int, int, int]], values: Sequence[Any], device_index: int,
     ) -> None:  # fmt: skip
-        """`groups` are the indices of the tensors in `args`, in sets that are guarded apart.
+        """`sources` has (kernel argument, index, address bits that must be zero) of each pointer.
 
-        `sources` has (kernel argument, index, address bits that must be zero) of each pointer; the
-        index is one of the outputs, and behind them of the tensors in the order of the groups.
+        The index is one of the outputs, and behind them of the tensors in `args`.
         """
-        self.groups = [(_picker(group), guard([args[i] for i in group])) for group in groups]
-        tensors = {i for group in groups for i in group}
+        tensors = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
+        first = {id(args[i]): i for i in reversed(tensors)}
+        # A model's two rotations share a table, and outs may be the inputs themselves: tensors that
+        # are one here must be one again, all others apart, which the guard sees to.
+        self._twins = [(i, first[id(args[i])]) for i in tensors if first[id(args[i])] != i]
+        distinct = sorted(first.values())
+        self._tensors = _picker(distinct)
+        self._guard = guard(self._tensors(args))
         self._plain = _picker([i for i in range(len(args)) if i not in tensors])
         self._plain_values = self._plain(args)
         # -0.0 equals 0.0, and is another factor.
@@ -189,48 +193,55 @@ class Shortcut:
             for i, arg in enumerate(args)
             if isinstance(arg, float) and arg == 0.0
         ]
-        self._tensors = _picker([i for group in groups for i in group])
 
+        # The guard compares requires_grad, not whether it matters. Where it does the checks refuse.
+        self._without_grad = any(args[i].requires_grad for i in distinct)
+        self._soft = platform.soft_fp8_chosen()
         self.device_index = device_index
         self.start = starter(compiled, grid.launch(), len(values))
         self.outputs = [(tuple(t.shape), t.stride(), t.dtype) for t in outputs]
-        self._aligned = _picker([index for _, index, mask in sources if mask])
         # One pick from the addresses and the other values puts the kernel's arguments in order.
+        places = {i: len(outputs) + distinct.index(first[id(args[i])]) for i in tensors}
+        place = [*range(len(outputs)), *(places[i] for i in tensors)]
+        # New outputs are aligned.
+        aligned = {place[index] - len(outputs) for _, index, mask in sources if mask}
+        self._aligned = _picker([i for i in sorted(aligned) if i >= 0])
         self._values = tuple(values)
-        addresses = {slot: index for slot, index, _ in sources}
-        first_value = len(outputs) + len(tensors)
+        addresses = {slot: place[index] for slot, index, _ in sources}
+        first_value = len(outputs) + len(distinct)
         self._order = _picker(
             [addresses.get(slot, first_value + slot) for slot in range(len(values))]
         )
 
     def matches(self, args: Sequence[Any]) -> bool:
-        """Whether a call whose arguments have the same Python types is like the remembered one."""
-        if self._plain(args) != self._plain_values:
+        """Whether a call of the same op with as many arguments is like the remembered one."""
+        if self._plain(args) != self._plain_values or not self._guard(*self._tensors(args)):
             return False
-        if self._zeros and any(math.copysign(1.0, args[i]) != sign for i, sign in self._zeros):
+        for i, twin in self._twins:
+            if args[i] is not args[twin]:
+                return False
+        for i, sign in self._zeros:
+            if math.copysign(1.0, args[i]) != sign:
+                return False
+        if self._without_grad and torch.is_grad_enabled():
             return False
-        return all([check(*pick(args)) for pick, check in self.groups])
+        return platform.soft_fp8_chosen() is self._soft
 
-    def allocate(self) -> tuple[Any, ...]:
-        """New outputs, on the device of the call."""
-        if torch._C._cuda_getDevice() == self.device_index and _empty_strided is not None:
-            return tuple([_empty_strided(*like) for like in self.outputs])
-        device = torch.device("cuda", self.device_index)
-        return tuple(
-            torch.empty_strided(size, stride, dtype=dtype, device=device)
-            for size, stride, dtype in self.outputs
-        )
+    def __call__(self, args: Sequence[Any]) -> list[Tensor] | None:
+        """Launch and return the new outputs; None if the compiled kernel is not for these tensors.
 
-    def __call__(self, outputs: Sequence[Tensor], args: Sequence[Any]) -> bool:
-        """Launch with these tensors; False if the compiled kernel is not for them."""
-        addresses = [t.data_ptr() for t in (*outputs, *self._tensors(args))]
-        if functools.reduce(operator.or_, self._aligned(addresses), 0) & 15:
-            return False
-        if _launch_hooks() or torch._C._cuda_getDevice() != self.device_index:
-            return False
-        stream = torch._C._cuda_getCurrentRawStream(self.device_index)
-        self.start(stream, self._order((*addresses, *self._values)))
-        return True
+        A profiler that listens to launches wants Triton's own path.
+        """
+        if _current_device() != self.device_index or _launch_hooks():
+            return None
+        addresses = [*map(_data_ptr, self._tensors(args))]
+        for address in self._aligned(addresses):
+            if address & 15:
+                return None
+        outputs = [_empty_strided(*like) for like in self.outputs]
+        values = self._order((*map(_data_ptr, outputs), *addresses, *self._values))
+        self.start(_raw_stream(self.device_index), values)
+        return outputs
 
 
 def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
@@ -247,7 +258,7 @@ def guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """A check that tensors have the types, sizes, strides and devices of these.
 
     torch.compile's own guard takes 2 us for 13 tensors, the same in Python 10. It refuses two that
-    are one and the same, so a group in which that is usual would never match.
+    are one and the same.
     """
     try:
         guards = torch._C._dynamo.guards.TensorGuards(
@@ -266,79 +277,99 @@ class _PythonGuard:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._expected = self._describe(tensors)
 
-    def __call__(self, *tensors: Tensor) -> bool:
+    def __call__(self, *tensors: Any) -> bool:
         return self._describe(tensors) == self._expected
 
     @staticmethod
-    def _describe(tensors: Sequence[Tensor]) -> list[Any]:
-        return [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors]
+    def _describe(tensors: Sequence[Any]) -> Any:
+        if not all(isinstance(t, Tensor) for t in tensors):
+            return None
+        distinct = len(set(map(id, tensors))) == len(tensors)
+        return distinct, [
+            (type(t), t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors
+        ]
 
 
-# What torch.compile's generated code allocates with: 2 us less than torch.empty.
-_empty_strided = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+# What torch.compile's generated code allocates with: 2 us less than torch.empty. All of these are
+# missing from a torch without CUDA, and `remember` asks for them.
+_empty_strided: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_data_ptr = torch.Tensor.data_ptr
+_runtime = triton.knobs.runtime
 _shortcuts: dict[Any, list[Shortcut]] = {}
+_latest: dict[Any, Shortcut] = {}
 # Every token count has an entry of its own.
 MAX_SHORTCUTS = 4096
-# Calls of one token count with other strides, caches of other sizes, slot maps of other lengths.
+# Calls of one token count with other flags or strides, caches of other sizes, longer slot maps.
 MAX_ALIKE = 64
 
 
-def find_shortcut(name: str, args: Sequence[Any]) -> tuple[Any, Shortcut | None]:
-    """(key, shortcut) of a call; the first argument is a tensor whose shape holds the tokens."""
-    # The guards compare requires_grad, not whether it matters. Where it does the checks refuse the
-    # call, so with gradients enabled only calls that need none are remembered.
-    grad = torch.is_grad_enabled()
-    key = (name, grad, platform.soft_fp8_chosen(), args[0].shape, *map(type, args))
-    if not platform.check_device_data():
-        for shortcut in _shortcuts.get(key, ()):
-            if shortcut.matches(args):
-                return key, shortcut
-    return key, None
+def find_shortcut(name: str, args: Sequence[Any]) -> Shortcut | None:
+    """The shortcut of a call as the dispatcher makes it, whose first argument has the tokens.
+
+    The dispatcher has given each argument the type that the schema says, so that plain values that
+    are equal are the same.
+    """
+    if platform.check_device_data():
+        return None
+    # The layers of a model call an op alike, one after the other.
+    op = (name, len(args))
+    latest = _latest.get(op)
+    if latest is not None and latest.matches(args):
+        return latest
+    for shortcut in _shortcuts.get((op, args[0].shape), ()):
+        if shortcut.matches(args):
+            _latest[op] = shortcut
+            return shortcut
+    return None
+
+
+def forget_shortcuts() -> None:
+    _shortcuts.clear()
+    _latest.clear()
 
 
 def remember(
-    key: Any, compiled: Any, kernel: Any, grid: Grid, names: Sequence[str], args: Sequence[Any],
-    apart: Collection[str], outputs: Mapping[str, Tensor], kernel_args: tuple[Any, ...],
-    constants: Mapping[str, Any], device: torch.device,
+    name: str, compiled: Any, kernel: Any, grid: Grid, names: Sequence[str], args: Sequence[Any],
+    outputs: Mapping[str, Tensor], kernel_args: tuple[Any, ...], constants: Mapping[str, Any],
+    device: torch.device,
 ) -> None:  # fmt: skip
     """Keep a shortcut for calls like the one just launched, if everything about it is known.
 
-    `names` are those of `args`, and `apart` those that may be the same tensor as another argument.
-    A pointer argument of the kernel is named after an argument or an output. Names, not identities:
-    two arguments may be one tensor in this call and two in the next.
+    `names` are those of `args`. A pointer argument of the kernel is named after an argument or an
+    output.
     """
-    if compiled is None or torch.version.hip is not None or not _known_launcher(compiled):
+    needed = (_empty_strided, _current_device, _raw_stream)
+    if compiled is None or torch.version.hip is not None or None in needed:
         return
+    key = ((name, len(args)), args[0].shape)
     alike = _shortcuts.get(key, [])
-    if any(known.matches(args) for known in alike):
+    if not _known_launcher(compiled) or any(known.matches(args) for known in alike):
         return
     tensors = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
-    groups = [
-        [i for i in tensors if names[i] not in apart],
-        [i for i in tensors if names[i] in apart],
-    ]
-    order = [*outputs, *(names[i] for group in groups for i in group)]
+    order = [*outputs, *(names[i] for i in tensors)]
     given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **outputs}
     sources = []
     for slot, arg in enumerate(kernel_args):
         if isinstance(arg, Tensor):
             param = kernel.params[slot]
-            name = param.name.removesuffix("_ptr")
-            if name == "indexer_slot_mapping" and given.get(name) is None:
-                name = "slot_mapping"
+            source = param.name.removesuffix("_ptr")
+            if source == "indexer_slot_mapping" and given.get(source) is None:
+                source = "slot_mapping"
             mask = 0 if param.do_not_specialize_on_alignment else 15
-            if arg.data_ptr() & mask or arg is not given.get(name):
+            if arg.data_ptr() & mask or arg is not given.get(source):
                 return
-            sources.append((slot, order.index(name), mask))
+            sources.append((slot, order.index(source), mask))
     values = [None if isinstance(arg, Tensor) else arg for arg in kernel_args]
     shortcut = Shortcut(
-        compiled, grid, args, groups, list(outputs.values()), sources,
+        compiled, grid, args, list(outputs.values()), sources,
         [*values, *constants.values()], device.index,
     )  # fmt: skip
     if not shortcut.matches(args):
         return
     if len(_shortcuts) >= MAX_SHORTCUTS:
-        _shortcuts.clear()
+        forget_shortcuts()
     _shortcuts[key] = [shortcut, *alike][:MAX_ALIKE]
 
 
@@ -394,7 +425,5 @@ def starter(compiled: Any, grid: Sequence[int], num_values: int) -> Start:
 
 
 def _launch_hooks() -> bool:
-    """Whether a profiler listens to launches: it wants Triton's own path."""
-    runtime = triton.knobs.runtime
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter)) or bool(getattr(leave, "calls", leave))

@@ -116,6 +116,7 @@ def test_the_launcher_of_this_triton_is_understood() -> None:
 @pytest.fixture
 def shortcuts(monkeypatch):
     monkeypatch.setattr(launch, "_shortcuts", {})
+    monkeypatch.setattr(launch, "_latest", {})
     return launch._shortcuts
 
 
@@ -136,8 +137,8 @@ class Recorder:
         self.short: list[list[Any]] = []
         monkeypatch.setattr(launch, "launch", self._launch)
         monkeypatch.setattr(launch, "_empty_strided", self._empty_strided)
-        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
+        monkeypatch.setattr(launch, "_current_device", lambda: None)
+        monkeypatch.setattr(launch, "_raw_stream", lambda index: 77)
 
     @staticmethod
     def _empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -154,7 +155,7 @@ class Recorder:
         assert len(self.long) == before, "the long way"
         taken = self.short[-1]
         written = outputs if isinstance(outputs, tuple) else (outputs,)
-        launch._shortcuts.clear()
+        launch.forget_shortcuts()
         again = function(*args)
         expected = self.long.pop()
         renamed = dict(
@@ -239,6 +240,8 @@ def test_out_in_place_and_then_elsewhere(recorder) -> None:
     first[1], second[1] = first[1].contiguous(), second[1].contiguous()
     norm_rope_op._cuda(*first, q_c_out=first[1])
     out = torch.empty_like(second[1])
+    norm_rope_op._cuda(*second, q_c_out=out)
+    assert len(recorder.long) == 2 and not recorder.short
     recorder.same(functools.partial(norm_rope_op._cuda, q_c_out=out), second)
     assert {out.data_ptr(), second[1].data_ptr()} <= set(recorder.short[-1])
 
@@ -268,17 +271,28 @@ def test_what_decides_a_launch_is_compared(change, fallback, shortcuts, monkeypa
     if fallback:
         monkeypatch.setattr(launch, "guard", launch._PythonGuard)
     remembered = [torch.empty(9, 8), torch.empty(9, 6), 1e-6, None, "auto"]
-    shortcut = launch.Shortcut(
-        Compiled(Launcher()), Grid(9, 1), remembered, [[0, 1], []], [], [], [], 0
-    )
+    shortcut = launch.Shortcut(Compiled(Launcher()), Grid(9, 1), remembered, [], [], [], 0)
     fresh = [torch.empty(9, 8), torch.empty(9, 6), 1e-6, None, "auto"]
     assert shortcut.matches(fresh)
     assert not shortcut.matches([*fresh[:2], 1e-5, None, "auto"])
+    assert not shortcut.matches([*fresh[:3], fresh[0], "auto"])
     assert not shortcut.matches([*fresh[:4], "fp8"])
     with torch.no_grad() if change == "a parameter" else contextlib.nullcontext():
-        changed = [fresh[0], CHANGES[change](fresh[1]), *fresh[2:]]
-        key, _ = launch.find_shortcut("op", changed)
-        assert key != launch.find_shortcut("op", fresh)[0] or not shortcut.matches(changed)
+        assert not shortcut.matches([fresh[0], CHANGES[change](fresh[1]), *fresh[2:]])
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_arguments_that_were_one_tensor_stay_one(fallback, shortcuts, monkeypatch) -> None:
+    if fallback:
+        monkeypatch.setattr(launch, "guard", launch._PythonGuard)
+    a, b, c = (torch.empty(9, 8) for _ in range(3))
+    for remembered, like, unlike in (
+        ([a, b, a], [c, b, c], [[a, b, c], [a, a, a], [a, a, b]]),
+        ([a, b, c], [c, a, b], [[a, b, a], [a, a, b]]),
+    ):
+        shortcut = launch.Shortcut(Compiled(Launcher()), Grid(9, 1), remembered, [], [], [], 0)
+        assert shortcut.matches(remembered) and shortcut.matches(like)
+        assert not any(map(shortcut.matches, unlike))
 
 
 def test_a_zero_factor_keeps_its_sign(recorder) -> None:
@@ -339,7 +353,7 @@ def test_the_second_call_takes_it_and_gives_the_same_bytes(shortcuts) -> None:
     torch.ops.dsv32.fused_norm_rope(**norm_rope(0))
     assert len(shortcuts) == 1
     taken = results(norm_rope(1))
-    shortcuts.clear()
+    launch.forget_shortcuts()
     for short, long in zip(taken, results(norm_rope(1)), strict=True):
         assert testing.same_bytes(short, long)
     # With the launcher replaced by nothing, a call that takes the shortcut writes nothing.
@@ -358,7 +372,7 @@ def test_query_outputs_are_the_same(shortcuts) -> None:
     torch.ops.dsv32.fused_q(**first)
     assert len(shortcuts) == 1
     short = torch.ops.dsv32.fused_q(**second)
-    shortcuts.clear()
+    launch.forget_shortcuts()
     for a, b in zip(short, torch.ops.dsv32.fused_q(**second), strict=True):
         assert testing.same_bytes(a, b) and a.stride() == b.stride() and a.shape == b.shape
 
@@ -373,7 +387,7 @@ def test_one_tensor_in_two_roles_and_then_two(shortcuts) -> None:
     before, out = q_c.clone(), testing.poison(torch.empty_like(q_c))
     torch.ops.dsv32.fused_norm_rope_out(out, **{**inputs, "q_c": q_c})
     assert testing.same_bytes(q_c, before)
-    shortcuts.clear()
+    launch.forget_shortcuts()
     assert testing.same_bytes(out, torch.ops.dsv32.fused_norm_rope(**{**inputs, "q_c": q_c}))
 
 

@@ -75,9 +75,11 @@ def norm_rope(
     flat[:, : block_size * dim].unflatten(1, (block_size, dim))[block, offset] = codes.view(
         torch.uint8
     )
-    flat[:, block_size * dim :].unflatten(1, (block_size, 4))[block, offset] = scale.view(
-        torch.uint8
-    )
+    # Not scale.view(torch.uint8), which Inductor 2.11 refuses: "self.stride(-1) must be 1".
+    shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=scale.device)
+    flat[:, block_size * dim :].unflatten(1, (block_size, 4))[block, offset] = (
+        scale.view(torch.int32) >> shifts
+    ).to(torch.uint8)
     return _rms_norm(q_c, q_norm_weight, q_norm_eps)
 
 

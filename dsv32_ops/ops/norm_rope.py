@@ -158,11 +158,9 @@ def _empty_output(q_c: Tensor) -> Tensor:
 def _cuda(*args: Any, q_c_out: Tensor | None = None) -> Tensor:
     given = args if q_c_out is None else (q_c_out, *args)
     name = "fused_norm_rope" if q_c_out is None else "fused_norm_rope_out"
-    key, shortcut = launch.find_shortcut(name, given)
-    if shortcut is not None:
-        allocated = shortcut.allocate()
-        if shortcut(allocated, given):
-            return allocated[0] if q_c_out is None else q_c_out
+    shortcut = launch.find_shortcut(name, given)
+    if shortcut is not None and (new := shortcut(given)) is not None:
+        return new[0] if q_c_out is None else q_c_out
     checks.norm_rope(*args, q_c_out=q_c_out)
     if platform.check_device_data():
         checks.norm_rope_data(*args)
@@ -180,7 +178,7 @@ def _cuda(*args: Any, q_c_out: Tensor | None = None) -> Tensor:
         names = _NAMES if q_c_out is None else ["q_c_out", *_NAMES]
         outputs = {"q_c_out": written} if q_c_out is None else {}
         launch.remember(
-            key, compiled, norm_rope_kernel, grid, names, given, _APART, outputs,
+            name, compiled, norm_rope_kernel, grid, names, given, outputs,
             kernel_args, constants, device,
         )  # fmt: skip
     return written
@@ -215,8 +213,6 @@ def _traced(*args: Any) -> Tensor:
 
 
 _NAMES = argument_names("fused_norm_rope")
-# A model's two rotations share a table, and outs may be the inputs themselves.
-_APART = ("q_c_out", "index_rope_cos_sin", "indexer_slot_mapping", "kv_c_out", "k_pe_out")
 
 
 register_traced("fused_norm_rope", checks.norm_rope, Tensor, MUTATES, traced=_traced, cpu=_cpu)

@@ -142,11 +142,10 @@ def _outputs(
 
 
 def _cuda(*args: Any) -> Outputs:
-    key, shortcut = launch.find_shortcut("fused_q", args)
-    if shortcut is not None:
-        index_q_fp8, index_weights_out, mqa_q = shortcut.allocate()
-        if shortcut((index_q_fp8, index_weights_out, mqa_q), args):
-            return index_q_fp8, index_weights_out, mqa_q
+    shortcut = launch.find_shortcut("fused_q", args)
+    if shortcut is not None and (written := shortcut(args)) is not None:
+        index_q_fp8, index_weights_out, mqa_q = written
+        return index_q_fp8, index_weights_out, mqa_q
     checks.query(*args)
     if platform.check_device_data():
         checks.query_data(*args)
@@ -155,7 +154,7 @@ def _cuda(*args: Any) -> Outputs:
     grid, kernel_args, constants = prepare(*args, outputs=outputs, pdl=launch.use_pdl(device))
     compiled = launch.launch(query_kernel, grid, kernel_args, constants, device, launch.QUERY_WARPS)
     launch.remember(
-        key, compiled, query_kernel, grid, _NAMES, args, ("index_q_cos_sin",),
+        "fused_q", compiled, query_kernel, grid, _NAMES, args,
         dict(zip(_OUTPUT_NAMES, outputs, strict=True)), kernel_args, constants, device,
     )  # fmt: skip
     return outputs
