@@ -9,14 +9,14 @@ Tokens are on grid axis x, the two halves of eh_norm on y.
 import triton
 import triton.language as tl
 
-from .rows import begin, load_row, store_normed_row, store_row
+from .rows import address, begin, load_row, row_at, store_normed_row, store_row
 
 
 @triton.jit
 def table_row(ids_ptr, token, table_rows):
     """Row of a token's id; an id outside the table is clamped into it, never read out of bounds."""
     row = tl.load(ids_ptr + token).to(tl.int64)
-    return tl.minimum(tl.maximum(row, 0), table_rows - 1)
+    return tl.maximum(tl.minimum(row, table_rows - 1), 0)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr", "ids_ptr"])
@@ -29,18 +29,18 @@ def eh_norm_kernel(
     DIM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Without ids the embedding of a token is its own row of `embeds`."""
-    begin(PDL)
     token = tl.program_id(0).to(tl.int64)
-    out = out_ptr + token * out_row_stride
+    begin(address(positions_ptr) | address(out_ptr), PDL)
+    out = row_at(out_ptr, token, out_row_stride)
     if tl.program_id(1) == 0:
         row = token
         if ids_ptr is not None:
             row = table_row(ids_ptr, token, embeds_rows)
         not_first = tl.load(positions_ptr + token) != 0
-        head, tail = load_row(embeds_ptr + row * embeds_row_stride, not_first, DIM)
+        head, tail = load_row(row_at(embeds_ptr, row, embeds_row_stride), not_first, DIM)
         store_normed_row(out, head, tail, embed_weight_ptr, eps, DIM)
     else:
-        head, tail = load_row(hidden_ptr + token * hidden_row_stride, True, DIM)
+        head, tail = load_row(row_at(hidden_ptr, token, hidden_row_stride), True, DIM)
         store_normed_row(out + DIM, head, tail, hidden_weight_ptr, eps, DIM)
 
 
@@ -50,10 +50,10 @@ def embed_norm_kernel(
     residual_ptr, residual_row_stride, normed_ptr, normed_row_stride,
     DIM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    begin(PDL)
     token = tl.program_id(0).to(tl.int64)
-    row = table_ptr + table_row(ids_ptr, token, table_rows) * table_row_stride
+    begin(address(ids_ptr) | address(normed_ptr), PDL)
+    row = row_at(table_ptr, table_row(ids_ptr, token, table_rows), table_row_stride)
     head, tail = load_row(row, True, DIM)
-    store_row(residual_ptr + token * residual_row_stride, head, tail, DIM)
-    normed = normed_ptr + token * normed_row_stride
+    store_row(row_at(residual_ptr, token, residual_row_stride), head, tail, DIM)
+    normed = row_at(normed_ptr, token, normed_row_stride)
     store_normed_row(normed, head, tail, weight_ptr, eps, DIM)

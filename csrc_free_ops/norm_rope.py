@@ -34,6 +34,7 @@ from .numerics import (
     widen,
 )
 from .rows import (
+    address,
     as_bytes,
     begin,
     finite_amax_pieces,
@@ -42,6 +43,7 @@ from .rows import (
     load_pieces,
     load_position,
     load_row,
+    row_at,
     store_normed_row,
     store_pairs,
     store_tail,
@@ -98,7 +100,8 @@ def fill_topk_row(token, buffer_ptr, row_stride, TOPK: tl.constexpr):
     BLOCK: tl.constexpr = triton.next_power_of_2(TOPK)
     columns = tl.arange(0, BLOCK)
     minus_one = tl.full((BLOCK,), -1, tl.int32)
-    tl.store(buffer_ptr + token * row_stride + columns, minus_one, mask=columns < TOPK)
+    row = row_at(buffer_ptr, token, row_stride)
+    tl.store(row + columns, minus_one, mask=columns < TOPK)
 
 
 @triton.jit(
@@ -134,7 +137,6 @@ def norm_rope_kernel(
     HAS_KV: tl.constexpr = (
         (mla_kv_cache_ptr is not None) or (kv_c_out_ptr is not None) or (k_pe_out_ptr is not None)
     )
-    begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     # Task t belongs to part t modulo the size of y. In halves the query goes with KV and the key
     # with the fill, or without a fill the query alone: about the same number of bytes each.
@@ -144,6 +146,9 @@ def norm_rope_kernel(
     do_query = part == 0
     do_index = part == (1 & last)
     do_kv = part == (KV_TASK & last)
+    arguments = address(q_c_ptr) | address(kv_c_ptr) | address(slot_mapping_ptr)
+    arguments |= address(index_k_ptr) | address(indexer_slot_mapping_ptr)
+    begin(arguments | address(topk_indices_buffer_ptr), PDL)
 
     # All loads of a token that need no other are in flight before the first of them is used.
     position = load_position(positions_ptr, token, do_index | do_kv)
@@ -155,17 +160,19 @@ def norm_rope_kernel(
         mask = do_index & (token < num_index_slots)
         index_slot = tl.load(indexer_slot_mapping_ptr + token, mask=mask, other=-1)
         index_slot, index_live = live_slot(index_slot, index_capacity)
-    q_head, q_tail = load_row(q_c_ptr + token * q_row_stride, do_query, Q_DIM)
+    q_head, q_tail = load_row(row_at(q_c_ptr, token, q_row_stride), do_query, Q_DIM)
     if HAS_KV:
         kv_dims = tile_dims(KV_DIM, MLA_TILE)
         kv_mask = do_kv & (kv_dims < KV_DIM)
-        kv_c = tl.load(kv_c_ptr + token * kv_row_stride + kv_dims, mask=kv_mask, other=0.0)
+        kv_row = row_at(kv_c_ptr, token, kv_row_stride)
+        kv_c = tl.load(kv_row + kv_dims, mask=kv_mask, other=0.0)
         mla_scale = tl.full((), 1.0, tl.float32)
         if mla_k_scale_ptr is not None:
             mla_scale = tl.load(mla_k_scale_ptr)
-        pe_a, pe_b = load_pairs(k_pe_ptr + token * k_pe_row_stride, do_kv, 1, ROPE_DIM, True)
+        pe_row = row_at(k_pe_ptr, token, k_pe_row_stride)
+        pe_a, pe_b = load_pairs(pe_row, do_kv, 1, ROPE_DIM, True)
     if index_k_ptr is not None:
-        index_row = index_k_ptr + token * index_k_row_stride
+        index_row = row_at(index_k_ptr, token, index_k_row_stride)
         key_a, key_b, key_c, key_d = load_pieces(
             index_row, do_index, 1, INDEX_DIM, INDEX_ROPE_DIM, INDEX_INTERLEAVED
         )
@@ -185,8 +192,8 @@ def norm_rope_kernel(
             kv = norm_kv(kv_c, kv_weight, kv_eps, KV_DIM)
             k_a, k_b = rotate(pe_a, pe_b, cos, sin)
             if mla_kv_cache_ptr is not None:
-                entry = mla_kv_cache_ptr + slot // MLA_BLOCK_SIZE * mla_block_stride
-                entry += slot % MLA_BLOCK_SIZE * mla_entry_stride
+                entry = row_at(mla_kv_cache_ptr, slot // MLA_BLOCK_SIZE, mla_block_stride)
+                entry = row_at(entry, slot % MLA_BLOCK_SIZE, mla_entry_stride)
                 if MLA_MODE == "float":
                     store_float_entry(entry, live, kv, k_a, k_b, KV_DIM, ROPE_DIM)
                 elif MLA_MODE == "fp8":
@@ -202,11 +209,11 @@ def norm_rope_kernel(
                     tl.static_assert(MLA_MODE == "nvfp4_ds_mla")
                     store_nvfp4_ds_mla_entry(entry, live, kv, k_a, k_b, KV_DIM, ROPE_DIM, SOFT)
             if kv_c_out_ptr is not None:
-                out = kv_c_out_ptr + token * kv_out_row_stride + kv_dims
-                tl.store(out, kv.to(kv_c_out_ptr.dtype.element_ty), mask=kv_dims < KV_DIM)
+                out = row_at(kv_c_out_ptr, token, kv_out_row_stride)
+                tl.store(out + kv_dims, kv.to(kv_c_out_ptr.dtype.element_ty), mask=kv_dims < KV_DIM)
             if k_pe_out_ptr is not None:
                 dtype = k_pe_out_ptr.dtype.element_ty
-                out = k_pe_out_ptr + token * k_pe_out_row_stride
+                out = row_at(k_pe_out_ptr, token, k_pe_out_row_stride)
                 store_pairs(out, True, k_a.to(dtype), k_b.to(dtype), 1, ROPE_DIM, True)
 
     if index_k_ptr is not None:
@@ -228,7 +235,7 @@ def norm_rope_kernel(
             i_a, i_b = rotate(i_a, i_b, cos, sin)
             if index_k_out_ptr is not None:
                 dtype = index_k_out_ptr.dtype.element_ty
-                out = index_k_out_ptr + token * index_k_out_row_stride
+                out = row_at(index_k_out_ptr, token, index_k_out_row_stride)
                 store_pairs(
                     out, True, i_a.to(dtype), i_b.to(dtype), 1, INDEX_ROPE_DIM, INDEX_INTERLEAVED
                 )
@@ -236,8 +243,8 @@ def norm_rope_kernel(
             if indexer_k_cache_ptr is not None:
                 scale = row_scale(finite_amax_pieces(i_a, i_b, i_c, i_d), INDEX_LIMIT)[:, None]
                 inverse = pow2_reciprocal(scale)
-                block = as_bytes(indexer_k_cache_ptr)
-                block += index_slot // INDEX_BLOCK_SIZE * index_block_stride
+                block = index_slot // INDEX_BLOCK_SIZE
+                block = row_at(as_bytes(indexer_k_cache_ptr), block, index_block_stride)
                 in_block = index_slot % INDEX_BLOCK_SIZE
                 store_index_codes(
                     block, in_block, index_live,
@@ -252,5 +259,5 @@ def norm_rope_kernel(
                 )
 
     if do_query:
-        q_out = q_c_out_ptr + token * q_out_row_stride
+        q_out = row_at(q_c_out_ptr, token, q_out_row_stride)
         store_normed_row(q_out, q_head, q_tail, q_norm_weight_ptr, q_eps, Q_DIM)

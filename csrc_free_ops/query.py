@@ -22,6 +22,7 @@ from .numerics import (
     widen,
 )
 from .rows import (
+    address,
     as_bytes,
     begin,
     finite_amax_pieces,
@@ -30,9 +31,15 @@ from .rows import (
     load_pairs,
     load_pieces,
     load_position,
+    row_at,
     store_pairs,
     store_tail,
 )
+
+
+@triton.jit
+def head_stride(step, STEP: tl.constexpr):
+    return tl.cast(step, tl.int64) * STEP
 
 
 @triton.jit
@@ -50,11 +57,11 @@ def pack_query(
 ):  # fmt: skip
     """e4m3([ql_nope | rope(q_pe)] / q_scale) of a tile of heads, [TILE, 1]."""
     mask = heads < HEADS
-    q_pe = q_pe_ptr + token * q_pe_row_stride + heads * q_pe_head_stride
+    q_pe = row_at(row_at(q_pe_ptr, token, q_pe_row_stride), heads, q_pe_head_stride)
     a, b = load_pairs(q_pe, mask, TILE, ROPE_DIM, True)
     BLOCK: tl.constexpr = triton.next_power_of_2(NOPE_DIM)
     dims = tl.arange(0, BLOCK)[None, :]
-    nope = nope_ptr + token * nope_row_stride + heads * nope_head_stride
+    nope = row_at(row_at(nope_ptr, token, nope_row_stride), heads, nope_head_stride)
     x = tl.load(nope + dims, mask=mask & (dims < NOPE_DIM), other=0.0)
     scale = tl.load(scale_ptr)
     cos, sin = load_cos_sin(position, table_ptr, table_row_stride, table_rows, ROPE_DIM)
@@ -70,17 +77,20 @@ def pack_query(
 
 @triton.jit
 def load_index_query(
-    token, heads, index_q_ptr, index_q_row_stride, index_q_head_stride,
-    weights_ptr, weights_row_stride,
+    token, heads, position, table_ptr, table_row_stride, table_rows,
+    index_q_ptr, index_q_row_stride, index_q_head_stride, weights_ptr, weights_row_stride,
     HEADS: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of heads, [TILE, 1], in pieces, and their weights, [TILE, 1]."""
+    """A tile of heads, [TILE, 1], in pieces, their weights, [TILE, 1], and their cos and sin."""
     mask = heads < HEADS
-    index_q = index_q_ptr + token * index_q_row_stride + heads * index_q_head_stride
+    index_q = row_at(index_q_ptr, token, index_q_row_stride)
+    index_q = row_at(index_q, heads, index_q_head_stride)
     a, b, c, d = load_pieces(index_q, mask, TILE, DIM, ROPE_DIM, INTERLEAVED)
-    weights = tl.load(weights_ptr + token * weights_row_stride + heads, mask=mask, other=0.0)
-    return a, b, c, d, weights
+    weights_row = row_at(weights_ptr, token, weights_row_stride)
+    weights = tl.load(weights_row + heads, mask=mask, other=0.0)
+    cos, sin = load_cos_sin(position, table_ptr, table_row_stride, table_rows, ROPE_DIM)
+    return a, b, c, d, weights, cos, sin
 
 
 @triton.jit
@@ -131,35 +141,34 @@ def query_kernel(
 ):  # fmt: skip
     """Head strides depend on the token count (ql_nope's is N * 512), so they are not specialized:
     they come as counts of a compile-time step, which still proves 16-byte alignment."""
-    begin(PDL)
     HAS_INDEX: tl.constexpr = index_q_ptr is not None
     MQA_TILES: tl.constexpr = triton.cdiv(HEADS, TILE)
     INDEX_TILES: tl.constexpr = triton.cdiv(INDEX_HEADS, INDEX_TILE)
-    q_pe_head_stride = tl.cast(q_pe_head_step, tl.int64) * Q_PE_STEP
-    index_q_head_stride = tl.cast(index_q_head_step, tl.int64) * INDEX_Q_STEP
+    q_pe_head_stride = head_stride(q_pe_head_step, Q_PE_STEP)
+    index_q_head_stride = head_stride(index_q_head_step, INDEX_Q_STEP)
+    arguments = address(positions_ptr) | address(mqa_q_ptr) | address(index_weights_out_ptr)
     if QUANTIZE:
         token, task = grouped_program(GROUP, MQA_TILES + INDEX_TILES)
+        begin(arguments, PDL)
         position = load_position(positions_ptr, token, True)
         if task < MQA_TILES:
             pack_query(
                 token, tile_heads(task, TILE),
                 position, q_pe_cos_sin_ptr, table_row_stride, table_rows,
                 q_pe_ptr, q_pe_row_stride, q_pe_head_stride,
-                ql_nope_ptr, nope_row_stride, tl.cast(nope_head_step, tl.int64) * NOPE_STEP,
+                ql_nope_ptr, nope_row_stride, head_stride(nope_head_step, NOPE_STEP),
                 q_scale_ptr, mqa_q_ptr,
                 HEADS, NOPE_DIM, ROPE_DIM, TILE, MQA_LIMIT, FNUZ, SOFT,
             )  # fmt: skip
         else:
             if HAS_INDEX:
                 heads = tile_heads(task - MQA_TILES, INDEX_TILE)
-                a, b, c, d, weights = load_index_query(
-                    token, heads, index_q_ptr, index_q_row_stride, index_q_head_stride,
+                a, b, c, d, weights, cos, sin = load_index_query(
+                    token, heads, position,
+                    index_q_cos_sin_ptr, index_table_row_stride, index_table_rows,
+                    index_q_ptr, index_q_row_stride, index_q_head_stride,
                     index_weights_ptr, weights_row_stride,
                     INDEX_HEADS, INDEX_DIM, INDEX_ROPE_DIM, INDEX_INTERLEAVED, INDEX_TILE,
-                )  # fmt: skip
-                cos, sin = load_cos_sin(
-                    position, index_q_cos_sin_ptr, index_table_row_stride, index_table_rows,
-                    INDEX_ROPE_DIM,
                 )  # fmt: skip
                 a, b = rotate(a, b, cos, sin)
                 store_index_query(
@@ -173,20 +182,19 @@ def query_kernel(
         # the 6 programs that a multiprocessor starts per microsecond.
         TILES: tl.constexpr = MQA_TILES if MQA_TILES > INDEX_TILES else INDEX_TILES
         token, task = grouped_program(GROUP, TILES)
+        begin(arguments, PDL)
         position = load_position(positions_ptr, token, True)
         q_heads = tile_heads(task, TILE)
-        q_pe = q_pe_ptr + token * q_pe_row_stride + q_heads * q_pe_head_stride
+        q_pe = row_at(row_at(q_pe_ptr, token, q_pe_row_stride), q_heads, q_pe_head_stride)
         q_a, q_b = load_pairs(q_pe, q_heads < HEADS, TILE, ROPE_DIM, True)
         if HAS_INDEX:
             heads = tile_heads(task, INDEX_TILE)
-            a, b, c, d, weights = load_index_query(
-                token, heads, index_q_ptr, index_q_row_stride, index_q_head_stride,
+            a, b, c, d, weights, cos, sin = load_index_query(
+                token, heads, position,
+                index_q_cos_sin_ptr, index_table_row_stride, index_table_rows,
+                index_q_ptr, index_q_row_stride, index_q_head_stride,
                 index_weights_ptr, weights_row_stride,
                 INDEX_HEADS, INDEX_DIM, INDEX_ROPE_DIM, INDEX_INTERLEAVED, INDEX_TILE,
-            )  # fmt: skip
-            cos, sin = load_cos_sin(
-                position, index_q_cos_sin_ptr, index_table_row_stride, index_table_rows,
-                INDEX_ROPE_DIM,
             )  # fmt: skip
         q_cos, q_sin = load_cos_sin(
             position, q_pe_cos_sin_ptr, table_row_stride, table_rows, ROPE_DIM

@@ -18,6 +18,15 @@ def as_bytes(ptr):
 
 
 @triton.jit
+def row_at(ptr, row, stride):
+    """Pointer to a 64-bit row. A tensor's strides are not negative: told so, the compiler
+    multiplies in one instruction instead of four, 30 less ahead of `norm_rope_kernel`'s loads.
+    """
+    tl.assume(stride >= 0)
+    return ptr + row * stride
+
+
+@triton.jit
 def load_row(ptr, enabled, DIM: tl.constexpr):
     """A row in two pieces, so that 1536 takes 1024 + 512 registers' worth of lanes, not 2048."""
     HEAD: tl.constexpr = triton.next_power_of_2(DIM) // 2 if DIM > 4 else 2
@@ -189,10 +198,10 @@ def load_cos_sin(position, table_ptr, table_row_stride, table_rows, ROPE_DIM: tl
     no position. It moves none across the barrier: what is loaded before is in flight meanwhile.
     """
     HALF: tl.constexpr = triton.next_power_of_2(ROPE_DIM // 2)
-    position = tl.minimum(tl.maximum(position, 0), table_rows - 1)
+    position = tl.maximum(tl.minimum(position, table_rows - 1), 0)
     dims = tl.arange(0, HALF)[None, :]
     mask = dims < ROPE_DIM // 2
-    row = table_ptr + position * table_row_stride
+    row = row_at(table_ptr, position, table_row_stride)
     tl.debug_barrier()
     cos = tl.load(row + dims, mask=mask, other=0.0)
     sin = tl.load(row + ROPE_DIM // 2 + dims, mask=mask, other=0.0)
@@ -200,12 +209,32 @@ def load_cos_sin(position, table_ptr, table_row_stride, table_rows, ROPE_DIM: tl
 
 
 @triton.jit
-def begin(PDL: tl.constexpr):
+def address(ptr):
+    """The address in a kernel argument; 0 of one that is None."""
+    if ptr is None:
+        result = tl.full((), 0, tl.int64)
+    else:
+        result = ptr.to(tl.int64)
+    return result
+
+
+@triton.jit
+def begin(arguments, PDL: tl.constexpr):
     """Programmatic dependent launch: wait for the kernels before, then let the next one start.
 
-    The next may start this early since it waits itself, for this kernel's end: only its launch
-    overlaps. Nothing, weights included, may be loaded before the wait.
+    Nothing, weights included, may be loaded before the wait; what a program computes from its
+    number is done by then. The next kernel may start this early since it waits itself, for this
+    kernel's end: only its launch overlaps. Not before the wait: the next one, and those behind it,
+    would then start while kernels before this one still run, which a foreign one may not expect.
+
+    `arguments` joins `address`es that lie about 64 bytes apart among the kernel's arguments. The
+    first read of so many bytes misses the constant cache, which was 11 to 15 % of the cycles of a
+    warp at 64 tokens. The assembly makes these reads go ahead of the wait; no pointer is 1.
     """
     if PDL:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.eq.u64 p, $1, 1; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+            "=r,l", [arguments], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

@@ -20,17 +20,20 @@ from . import platform
 from .geometry import Grid
 
 # Measured on an H200 by benchmarks/tune.py over 1 to 65,536 tokens (benchmarks/NOTES.md); other
-# architectures run the same until somebody measures them there.
+# architectures run the same, without the register limit, until somebody measures them there.
 #
-# `fused_norm_rope` spreads its four tasks over 4 programs up to FOUR tokens, which shortens the
-# critical path, and over 2 between ONE and TWO: there the programs of a launch fill 40 to 80 % of
-# the places on the multiprocessors, and those of the next one, which dependent launch lets in, take
-# the rest unevenly (2,048 tokens: 13.9 us, in halves 11.1). All grids run one binary.
-NORM_ROPE_FOUR_TOKENS = 768
-NORM_ROPE_ONE_TOKENS = 1024
-NORM_ROPE_TWO_TOKENS = 2560
-# With rows of 1,536, 80 registers instead of 91 let 25 warps run instead of 21: 3 to 5 % without
-# the fill. Longer rows spill there.
+# (most tokens, programs of a token) of `fused_norm_rope`, with and without the fill; above, one.
+# Four shorten the critical path until a multiprocessor, which starts 6 programs per us, is busy
+# with that; without a fill the fourth has nothing to do. Two between 1,024 and 2,560 tokens: there
+# the programs of a launch fill 30 to 80 % of the places on the multiprocessors, and those of the
+# next one, which dependent launch lets in, take the rest unevenly (2,048 tokens: 13.6 us, in halves
+# 10.9). All grids run one binary.
+NORM_ROPE_PARTS = {
+    True: ((768, 4), (1024, 1), (2560, 2)),
+    False: ((256, 4), (512, 2), (1024, 1), (2560, 2)),
+}
+# With rows of 1,536, 80 registers instead of 91 let 25 warps run instead of 21: 2 to 4 % without
+# the fill in the quantized modes. Longer rows spill there.
 NORM_ROPE_REGISTERS = 80
 NORM_ROPE_LIMITED_ROW_BYTES = 3072
 # Four warps take three times as long at 65,536 tokens.
@@ -38,6 +41,7 @@ NORM_ROPE_WARPS = 1
 QUERY_WARPS = 2
 # 8 heads are as fast from 1,024 tokens, and up to 20 % slower at 256.
 QUERY_HEAD_TILE = 4
+# Rope parts alone: twice as many warps for so many heads win 10 to 20 % up to 256 tokens.
 QUERY_ROPE_ONLY_HEAD_TILE = 32
 QUERY_INDEX_TILE = 16
 QUERY_GROUP = 128
@@ -45,13 +49,14 @@ QUERY_GROUP = 128
 NORM_ELEMENTS_PER_WARP = 2048
 
 
-def norm_rope_grid(num_tokens: int) -> Grid:
+def norm_rope_grid(num_tokens: int, fill: bool) -> Grid:
     # Written without a comparison: a traced launch keeps one graph for every token count.
-    def up_to(limit: int) -> int:
-        return torch.sym_min(1, limit // torch.sym_max(num_tokens, 1))
-
-    halves = up_to(NORM_ROPE_TWO_TOKENS) - up_to(NORM_ROPE_ONE_TOKENS)
-    return Grid(num_tokens, 1 + 3 * up_to(NORM_ROPE_FOUR_TOKENS) + halves)
+    parts = above = 1
+    for limit, count in reversed(NORM_ROPE_PARTS[fill]):
+        up_to = torch.sym_min(1, limit // torch.sym_max(num_tokens, 1))
+        parts = parts + (count - above) * up_to
+        above = count
+    return Grid(num_tokens, parts)
 
 
 def norm_rope_registers(row_bytes: int) -> int | None:
@@ -64,19 +69,23 @@ def register_option(registers: int | None, backend: str, major: int) -> dict[str
     return {"maxnreg": registers} if registers and backend == "cuda" and major == 9 else {}
 
 
-def query_tiles(heads: int, nope_dim: int, index_heads: int) -> dict[str, int]:
+def query_tiles(heads: int, quantize: bool, index_heads: int) -> dict[str, int]:
     """Heads per program: enough bytes that every thread moves 16 at a time."""
     index_tile = min(QUERY_INDEX_TILE, _next_power_of_2(max(index_heads, 1)))
     tile = QUERY_HEAD_TILE
-    if not nope_dim:
-        # Programs do a share of the query's heads and one of the indexer's.
-        share = -(-heads * index_tile // max(index_heads, 1)) if index_heads else heads
+    if not quantize:
+        # Programs do a share of the query's heads and a tile of the indexer's.
+        share = -(-heads // max(-(-index_heads // index_tile), 1))
         tile = min(QUERY_ROPE_ONLY_HEAD_TILE, _next_power_of_2(share))
     return {
         "GROUP": QUERY_GROUP,
         "TILE": min(tile, _next_power_of_2(heads)),
         "INDEX_TILE": index_tile,
     }
+
+
+def query_warps(constants: Mapping[str, Any]) -> int:
+    return QUERY_WARPS * (2 if constants["TILE"] == QUERY_ROPE_ONLY_HEAD_TILE else 1)
 
 
 def query_grid(num_tokens: int, constants: Mapping[str, Any]) -> Grid:

@@ -46,7 +46,7 @@ def _norm_rope(inputs: dict[str, Any], device: torch.device) -> dict[str, float]
 
     def prepare() -> tuple[Any, ...]:
         args, constants = norm_rope.prepare(*values, q_c_out=out, pdl=launch.use_pdl(device))
-        return launch.norm_rope_grid(num_tokens), args, constants
+        return launch.norm_rope_grid(num_tokens, constants["TOPK"] > 0), args, constants
 
     num_tokens = inputs["q_c"].shape[0]
     return _breakdown(
@@ -65,13 +65,17 @@ def _query(inputs: dict[str, Any], device: torch.device) -> dict[str, float]:
     op = torch.ops.dsv32.fused_q
     values = _positional(op, inputs)
     outputs = query._outputs(*values)
+
+    def prepare() -> tuple[Any, ...]:
+        return query.prepare(*values, outputs=outputs, pdl=launch.use_pdl(device))
+
     return _breakdown(
         op, inputs, values, device,
         check=lambda: checks.query(*values),
-        prepare=lambda: query.prepare(*values, outputs=outputs, pdl=launch.use_pdl(device)),
+        prepare=prepare,
         allocate=lambda: query._outputs(*values),
         kernel=query.query_kernel,
-        num_warps=launch.QUERY_WARPS,
+        num_warps=launch.query_warps(prepare()[2]),
         result=outputs,
     )  # fmt: skip
 

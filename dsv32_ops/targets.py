@@ -137,7 +137,7 @@ def _norm_rope_case(name: str, inputs: dict[str, Any]) -> Case:
 def _query_case(name: str, inputs: dict[str, Any]) -> Case:
     outputs = query._outputs(**inputs)
     _, args, constants = query.prepare(**inputs, outputs=outputs, pdl=False)
-    return Case(f"fused_q {name}", query_kernel, args, constants, launch.QUERY_WARPS)
+    return Case(f"fused_q {name}", query_kernel, args, constants, launch.query_warps(constants))
 
 
 def _mtp_cases(hidden: int) -> Iterator[Case]:

@@ -47,6 +47,8 @@ from dsv32_ops.layouts import MLA_MODES, IndexerCache, mla_layout
 from dsv32_ops.models import PRESETS, ModelConfig
 from dsv32_ops.testing import POISON_BYTE, as_bytes, poison, same_bytes
 
+MOST_PARTS_TOKENS = max(parts[-1][0] for parts in launch.NORM_ROPE_PARTS.values())
+
 V32, GLM, KIMI = PRESETS["deepseek-v3.2"], PRESETS["glm-5"], PRESETS["kimi-k2"]
 OUTS = ("kv_c_out", "k_pe_out", "index_k_out")
 CACHES = ("mla_kv_cache", "indexer_k_cache")
@@ -550,7 +552,7 @@ def test_the_out_form_writes_the_callers_tensor_and_returns_nothing(device, dtyp
 
 @device_cases("dtype", [BF16, FP32], gpu=[BF16])
 def test_outs_may_be_the_inputs_themselves(device, dtype):
-    for num_tokens in (20, 300 if device == "cpu" else launch.NORM_ROPE_TWO_TOKENS + 300):
+    for num_tokens in (20, 300 if device == "cpu" else MOST_PARTS_TOKENS + 300):
         call = Call(SMALL, num_tokens, device, Caches("fp8_ds_mla", dtype))
         expected = call.run()
         q_c, kv_c, k_pe = (call.inputs[name] for name in ("q_c", "kv_c", "k_pe"))
@@ -838,31 +840,33 @@ def test_a_non_finite_row_changes_no_other_row(device, formats):
 @device_cases("formats", GPU_FORMATS, gpu=[DS_MLA, GPU_FORMATS[2]])
 def test_any_split_of_the_batch_gives_the_same_bytes(device, formats):
     """On a GPU the whole is past the limit of the split grid, the pieces are not."""
-    num_tokens = 301 if device == "cpu" else launch.NORM_ROPE_TWO_TOKENS + 301
+    num_tokens = 301 if device == "cpu" else MOST_PARTS_TOKENS + 301
     call = Call(SMALL, num_tokens, device, formats)
     whole = call.run()
     order = torch.randperm(num_tokens, generator=generator(1)).to(device)
-    pieces = [order[:1], order[1:3], order[3:100], *order[100:].split(777)]
+    pieces = [order[:1], order[1:3], order[3:100], *order[100:].split(701)]
     assert_same(call.run_in_pieces(pieces), whole)
 
 
-BORDERS = (
-    launch.NORM_ROPE_FOUR_TOKENS,
-    launch.NORM_ROPE_ONE_TOKENS,
-    launch.NORM_ROPE_TWO_TOKENS,
-)
+BORDERS = [(fill, limit) for fill, parts in launch.NORM_ROPE_PARTS.items() for limit, _ in parts]
 
 
-def test_tasks_are_split_by_the_table():
-    beside = [launch.norm_rope_grid(border + d).launch()[1] for border in BORDERS for d in (0, 1)]
-    assert beside == [4, 1, 1, 2, 2, 1]
-    assert launch.norm_rope_grid(1).launch()[1] == 4
+@pytest.mark.parametrize("fill", [True, False])
+def test_tasks_are_split_by_the_table(fill):
+    def parts(num_tokens):
+        return launch.norm_rope_grid(num_tokens, fill).launch()[1]
+
+    table = (*launch.NORM_ROPE_PARTS[fill], (1 << 20, 1))
+    assert [parts(limit) for limit, _ in table] == [count for _, count in table]
+    assert [parts(limit + 1) for limit, _ in table[:-1]] == [count for _, count in table[1:]]
+    assert parts(1) == table[0][1]
+    # A task belongs to part t modulo their number, a power of two.
+    assert {count for _, count in table} <= {1, 2, 4}
 
 
 @on_gpu
-@pytest.mark.parametrize("border", BORDERS)
 @pytest.mark.parametrize("beside", [0, 1])
-@pytest.mark.parametrize("fill_topk", [True, False])
+@pytest.mark.parametrize(("fill_topk", "border"), BORDERS)
 def test_all_grids_give_the_same_bytes_around_their_borders(border, beside, fill_topk):
     call = Call(SMALL, border + beside, "cuda")
     call.inputs["fill_topk"] = fill_topk
@@ -885,7 +889,7 @@ def test_strided_equals_contiguous(device, dtype):
 
 @on_devices
 def test_two_runs_give_the_same_bytes(device):
-    for num_tokens in (40, 300 if device == "cpu" else launch.NORM_ROPE_TWO_TOKENS + 300):
+    for num_tokens in (40, 300 if device == "cpu" else MOST_PARTS_TOKENS + 300):
         call = Call(SMALL, num_tokens, device)
         first = call.run()
         assert_same(call.run(), first)

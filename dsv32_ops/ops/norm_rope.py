@@ -168,7 +168,7 @@ def _cuda(*args: Any, q_c_out: Tensor | None = None) -> Tensor:
     written = _empty_output(q_c) if q_c_out is None else q_c_out
     device = q_c.device
     kernel_args, constants = prepare(*args, q_c_out=written, pdl=launch.use_pdl(device))
-    grid = launch.norm_rope_grid(q_c.shape[0])
+    grid = launch.norm_rope_grid(q_c.shape[0], constants["TOPK"] > 0)
     compiled = launch.launch(
         norm_rope_kernel, grid, kernel_args, constants, device, launch.NORM_ROPE_WARPS,
         launch.norm_rope_registers(q_c.shape[1] * q_c.element_size()),
@@ -205,7 +205,7 @@ def _traced(*args: Any) -> Tensor:
     q_c = args[1]
     q_c_out = _empty_output(q_c)
     kernel_args, constants = prepare(*args, q_c_out=q_c_out, pdl=False)
-    grid = launch.norm_rope_grid(q_c.shape[0])
+    grid = launch.norm_rope_grid(q_c.shape[0], constants["TOPK"] > 0)
     wrap_triton(norm_rope_kernel)[grid.launch()](
         *kernel_args, **constants, num_warps=launch.NORM_ROPE_WARPS
     )

@@ -44,7 +44,7 @@ def _constants(
         "Q_PE_STEP": q_pe_step,
         "NOPE_STEP": nope_step,
         "INDEX_Q_STEP": index_q_step,
-        **launch.query_tiles(heads, nope_dim if quantize else 0, index_heads),
+        **launch.query_tiles(heads, quantize, index_heads),
         "MQA_LIMIT": codecs.fp8_limit(fp8_dtype, pow2_scaled=False),
         "INDEX_LIMIT": codecs.fp8_limit(fp8_dtype, pow2_scaled=True),
         "FNUZ": fp8_dtype is torch.float8_e4m3fnuz,
@@ -152,7 +152,8 @@ def _cuda(*args: Any) -> Outputs:
     outputs = _outputs(*args)
     device = args[1].device
     grid, kernel_args, constants = prepare(*args, outputs=outputs, pdl=launch.use_pdl(device))
-    compiled = launch.launch(query_kernel, grid, kernel_args, constants, device, launch.QUERY_WARPS)
+    warps = launch.query_warps(constants)
+    compiled = launch.launch(query_kernel, grid, kernel_args, constants, device, warps)
     launch.remember(
         "fused_q", compiled, query_kernel, grid, _NAMES, args,
         dict(zip(_OUTPUT_NAMES, outputs, strict=True)), kernel_args, constants, device,
@@ -180,7 +181,7 @@ def _traced(*args: Any) -> Outputs:
     outputs = _outputs(*args)
     grid, kernel_args, constants = prepare(*args, outputs=outputs, pdl=False)
     wrap_triton(query_kernel)[grid.launch()](
-        *kernel_args, **constants, num_warps=launch.QUERY_WARPS
+        *kernel_args, **constants, num_warps=launch.query_warps(constants)
     )
     return outputs
 

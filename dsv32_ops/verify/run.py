@@ -209,12 +209,13 @@ def _grid(op: str, inputs: Mapping[str, Any], device: torch.device) -> str:
         return "cpu"
     num_tokens = inputs["positions"].shape[0]
     if op == "fused_norm_rope":
-        grid = launch.norm_rope_grid(num_tokens)
+        fill = inputs["has_indexer"] and inputs.get("fill_topk", True)
+        grid = launch.norm_rope_grid(num_tokens, fill)
     else:
         quantize = inputs["quantize_mqa"]
-        heads, nope_dim = inputs["ql_nope"].shape[1:]
+        heads = inputs["q_pe"].shape[1]
         index_heads = inputs["index_q"].shape[1] if inputs["has_indexer"] else 0
-        tiles = launch.query_tiles(heads, nope_dim if quantize else 0, index_heads)
+        tiles = launch.query_tiles(heads, quantize, index_heads)
         sizes = {"HEADS": heads, "INDEX_HEADS": index_heads, "QUANTIZE": quantize}
         grid = launch.query_grid(num_tokens, {**sizes, **tiles})
     return " x ".join(f"{count:,}" for count in grid.launch())
