@@ -146,9 +146,16 @@ def norm_rope_kernel(
     do_query = part == 0
     do_index = part == (1 & last)
     do_kv = part == (KV_TASK & last)
-    arguments = address(q_c_ptr) | address(kv_c_ptr) | address(slot_mapping_ptr)
-    arguments |= address(index_k_ptr) | address(indexer_slot_mapping_ptr)
-    begin(arguments | address(topk_indices_buffer_ptr), PDL)
+    q_row = row_at(q_c_ptr, token, q_row_stride)
+    rows = address(positions_ptr + token) | address(q_row)
+    if HAS_KV:
+        kv_row = row_at(kv_c_ptr, token, kv_row_stride)
+        pe_row = row_at(k_pe_ptr, token, k_pe_row_stride)
+        rows |= address(kv_row) | address(pe_row) | address(slot_mapping_ptr)
+    if index_k_ptr is not None:
+        index_row = row_at(index_k_ptr, token, index_k_row_stride)
+        rows |= address(index_row) | address(indexer_slot_mapping_ptr)
+    begin(rows | address(topk_indices_buffer_ptr), PDL)
 
     # All loads of a token that need no other are in flight before the first of them is used.
     position = load_position(positions_ptr, token, do_index | do_kv)
@@ -160,19 +167,16 @@ def norm_rope_kernel(
         mask = do_index & (token < num_index_slots)
         index_slot = tl.load(indexer_slot_mapping_ptr + token, mask=mask, other=-1)
         index_slot, index_live = live_slot(index_slot, index_capacity)
-    q_head, q_tail = load_row(row_at(q_c_ptr, token, q_row_stride), do_query, Q_DIM)
+    q_head, q_tail = load_row(q_row, do_query, Q_DIM)
     if HAS_KV:
         kv_dims = tile_dims(KV_DIM, MLA_TILE)
         kv_mask = do_kv & (kv_dims < KV_DIM)
-        kv_row = row_at(kv_c_ptr, token, kv_row_stride)
         kv_c = tl.load(kv_row + kv_dims, mask=kv_mask, other=0.0)
         mla_scale = tl.full((), 1.0, tl.float32)
         if mla_k_scale_ptr is not None:
             mla_scale = tl.load(mla_k_scale_ptr)
-        pe_row = row_at(k_pe_ptr, token, k_pe_row_stride)
         pe_a, pe_b = load_pairs(pe_row, do_kv, 1, ROPE_DIM, True)
     if index_k_ptr is not None:
-        index_row = row_at(index_k_ptr, token, index_k_row_stride)
         key_a, key_b, key_c, key_d = load_pieces(
             index_row, do_index, 1, INDEX_DIM, INDEX_ROPE_DIM, INDEX_INTERLEAVED
         )

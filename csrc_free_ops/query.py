@@ -149,6 +149,11 @@ def query_kernel(
     arguments = address(positions_ptr) | address(mqa_q_ptr) | address(index_weights_out_ptr)
     if QUANTIZE:
         token, task = grouped_program(GROUP, MQA_TILES + INDEX_TILES)
+        arguments |= address(row_at(q_pe_ptr, token, q_pe_row_stride))
+        arguments |= address(row_at(ql_nope_ptr, token, nope_row_stride))
+        if HAS_INDEX:
+            arguments |= address(row_at(index_q_ptr, token, index_q_row_stride))
+            arguments |= address(row_at(index_weights_ptr, token, weights_row_stride))
         begin(arguments, PDL)
         position = load_position(positions_ptr, token, True)
         if task < MQA_TILES:

@@ -227,9 +227,10 @@ def begin(arguments, PDL: tl.constexpr):
     kernel's end: only its launch overlaps. Not before the wait: the next one, and those behind it,
     would then start while kernels before this one still run, which a foreign one may not expect.
 
-    `arguments` joins `address`es that lie about 64 bytes apart among the kernel's arguments. The
-    first read of so many bytes misses the constant cache, which was 11 to 15 % of the cycles of a
-    warp at 64 tokens. The assembly makes these reads go ahead of the wait; no pointer is 1.
+    `arguments` joins addresses: the assembly, which does nothing since none of them is 1, makes
+    what they are computed from go ahead of the wait. They need one of the kernel's arguments in
+    each 64 bytes, whose first read misses the constant cache (11 to 15 % of the cycles of a warp
+    at 64 tokens), and may be those of rows.
     """
     if PDL:
         tl.inline_asm_elementwise(
