@@ -154,7 +154,9 @@ def norm_rope_kernel(
         rows |= address(kv_row) | address(pe_row) | address(slot_mapping_ptr)
     if index_k_ptr is not None:
         index_row = row_at(index_k_ptr, token, index_k_row_stride)
-        rows |= address(index_row) | address(indexer_slot_mapping_ptr)
+        rows |= address(index_row)
+    if indexer_k_cache_ptr is not None:
+        rows |= address(indexer_k_cache_ptr) | index_capacity
     begin(rows | address(topk_indices_buffer_ptr), PDL)
 
     # All loads of a token that need no other are in flight before the first of them is used.

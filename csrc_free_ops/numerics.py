@@ -2,8 +2,8 @@
 
 Contraction into FMA is a compiler option that torch.compile does not forward to user kernels
 (torch 2.13), so nothing here may depend on it: a product whose sum is rounded once is written as
-`tl.fma`, one that must be rounded on its own goes through `square`, and divisions give what
-`tl.div_rn` gives. The eager op and the traced kernel then agree bit for bit.
+`tl.fma`, one that must be rounded on its own goes through `square`, and divisions are sequences of
+both. The eager op and the traced kernel then agree bit for bit.
 """
 
 import triton
@@ -68,7 +68,8 @@ def newton_reciprocal(x, y):
 
 @triton.jit
 def inverse_rms(sum_of_squares, eps, SIZE: tl.constexpr, BRANCH: tl.constexpr):
-    """1 / sqrt(mean + eps); mean, root and quotient are each correctly rounded.
+    """1 / sqrt(mean + eps), each step correctly rounded: all but the quotient of a root whose
+    mantissa is all ones, which is the neighbour.
 
     `sqrt_rn` and `div_rn` take 12 instructions more for any argument. Those that the quick way does
     not cover (denormal, 0, infinite) are scaled or selected, or with BRANCH left to the two: ptxas

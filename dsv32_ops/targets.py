@@ -223,7 +223,7 @@ def report(case: Case, compiled: Any, target: GPUTarget) -> Report:
             narrow_offsets=offsets,
         )
     ptx = compiled.asm["ptx"]
-    usage = _resource_usage(compiled.asm["cubin"])
+    usage = _cuobjdump(compiled.asm["cubin"], "-res-usage")
     return Report(
         registers=_number(r"REG:(\d+)", usage),
         spilled=_number(r"(?:STACK|LOCAL):(\d+)", usage),
@@ -333,12 +333,17 @@ def _line_with(text: str, ttir: str) -> str:
     return next(line for line in ttir.splitlines() if text in line)
 
 
-def _resource_usage(cubin: bytes) -> str:
+def disassembly(cubin: bytes) -> str:
+    """Machine code of an NVIDIA GPU as text."""
+    return _cuobjdump(cubin, "-sass")
+
+
+def _cuobjdump(cubin: bytes, option: str) -> str:
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(tool), "-res-usage", file.name]
+        command = [str(tool), option, file.name]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 

@@ -295,6 +295,39 @@ def test_arguments_that_were_one_tensor_stay_one(fallback, shortcuts, monkeypatc
         assert not any(map(shortcut.matches, unlike))
 
 
+def test_coding_chosen_later_is_compared(shortcuts, monkeypatch) -> None:
+    args = [torch.empty(9, 8), 1e-6]
+    shortcut = launch.Shortcut(Compiled(Launcher()), Grid(9, 1), args, [], [], [], 0)
+    assert shortcut.matches(args)
+    monkeypatch.setenv("DSV32_OPS_SOFT_FP8", "1")
+    assert not shortcut.matches(args)
+
+
+@pytest.mark.parametrize("name", ["_launch_hooks", "_current_device"])
+def test_a_profiler_and_another_device_go_the_long_way(name, recorder, monkeypatch) -> None:
+    args = positional("fused_q", testing.q_inputs(CONFIG, 9, 16))
+    query_op._cuda(*args)
+    with monkeypatch.context() as changed:
+        changed.setattr(launch, name, lambda: 1)
+        query_op._cuda(*args)
+    assert len(recorder.long) == 2 and not recorder.short
+    query_op._cuda(*args)
+    assert len(recorder.long) == 2 and len(recorder.short) == 1
+
+
+def test_calls_that_alternate_keep_their_shortcuts(recorder) -> None:
+    """Fewer arguments, where the last ones have their defaults; other token counts; other flags."""
+    names = [a.name for a in torch.ops.dsv32.fused_q.default._schema.arguments]
+    first, second = (
+        positional("fused_q", testing.q_inputs(CONFIG, n, 16, quantize_mqa=quantize))
+        for n, quantize in ((9, True), (5, False))
+    )
+    calls = [first, second, first[: names.index("index_rope_interleave")]]
+    for call in (*calls, *calls[::-1], *calls):
+        query_op._cuda(*call)
+    assert len(recorder.long) == 3 and len(recorder.short) == 6
+
+
 def test_a_zero_factor_keeps_its_sign(recorder) -> None:
     """0.0 equals -0.0."""
     inputs = testing.q_inputs(CONFIG, 9, 16)
