@@ -69,7 +69,7 @@ def variants(op: str) -> Iterator[Variant]:
         yield Variant(op, "auto", 1, pdl=False, tasks=4)
         yield Variant(op, "auto", 1, pdl=False, tasks=1)
     elif op == "fused_q":
-        tiles = ((1, 8), (2, 16), (4, 32))
+        tiles = ((1, 8), (2, 16), (4, 16), (4, 32))
         for inputs, heads in (("H=16 fp8", (2, 4, 8)), ("H=128 fp8", (2, 4, 8)),
                               ("H=16 bf16", (4, 8, 16)), ("H=128 bf16", (16, 32, 64))):  # fmt: skip
             for (warps, index_tile), tile in itertools.product(tiles, heads):

@@ -39,9 +39,9 @@ NORM_ROPE_LIMITED_ROW_BYTES = 3072
 # Four warps take three times as long at 65,536 tokens.
 NORM_ROPE_WARPS = 1
 QUERY_WARPS = 2
-# 8 heads are as fast from 1,024 tokens, and up to 20 % slower at 256.
+# 8 heads: 20 % faster at 512 tokens of 16 heads, 15 % slower at 64 of 128, alike from 2,048 on.
 QUERY_HEAD_TILE = 4
-# Rope parts alone: twice as many warps for so many heads win 10 to 20 % up to 256 tokens.
+# Rope parts alone: with so many heads twice as many warps win up to 18 % below 1,024 tokens.
 QUERY_ROPE_ONLY_HEAD_TILE = 32
 QUERY_INDEX_TILE = 16
 QUERY_GROUP = 128
