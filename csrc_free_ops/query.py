@@ -187,6 +187,7 @@ def query_kernel(
         # the 6 programs that a multiprocessor starts per microsecond.
         TILES: tl.constexpr = MQA_TILES if MQA_TILES > INDEX_TILES else INDEX_TILES
         token, task = grouped_program(GROUP, TILES)
+        # Not the rows' addresses too: ptxas would load cos and sin behind a reduction.
         begin(arguments, PDL)
         position = load_position(positions_ptr, token, True)
         q_heads = tile_heads(task, TILE)

@@ -19,29 +19,31 @@ from torch import Tensor
 from . import platform
 from .geometry import Grid
 
-# Measured on an H200 by benchmarks/tune.py over 1 to 65,536 tokens (benchmarks/NOTES.md); other
-# architectures run the same, without the register limit, until somebody measures them there.
+# Measured on an H200 over 1 to 65,536 tokens by benchmarks/tune.py and variants of the kernels
+# (benchmarks/NOTES.md, which says what the last tuning run would change); other architectures run
+# the same, without the register limit, until somebody measures them there.
 #
 # (most tokens, programs of a token) of `fused_norm_rope`, with and without the fill; above, one.
 # Four shorten the critical path until a multiprocessor, which starts 6 programs per us, is busy
 # with that; without a fill the fourth has nothing to do. Two between 1,024 and 2,560 tokens: there
 # the programs of a launch fill 30 to 80 % of the places on the multiprocessors, and those of the
-# next one, which dependent launch lets in, take the rest unevenly (2,048 tokens: 13.6 us, in halves
-# 10.9). All grids run one binary.
+# next one, which dependent launch lets in, take the rest unevenly (2,048 tokens: 13.2 us, in halves
+# 10.7). All grids run one binary.
 NORM_ROPE_PARTS = {
     True: ((768, 4), (1024, 1), (2560, 2)),
     False: ((256, 4), (512, 2), (1024, 1), (2560, 2)),
 }
-# With rows of 1,536, 80 registers instead of 91 let 25 warps run instead of 21: 2 to 4 % without
-# the fill in the quantized modes. Longer rows spill there.
+# With rows of 1,536, 80 registers instead of 91 let 25 warps run instead of 21: 2 to 4 % from
+# 16,384 tokens without the fill in the quantized modes, 2 to 5 % at 2,048; up to 64 tokens they
+# cost 3 to 12 %. Longer rows spill there.
 NORM_ROPE_REGISTERS = 80
 NORM_ROPE_LIMITED_ROW_BYTES = 3072
-# Four warps take three times as long at 65,536 tokens.
+# Four warps take 5 to 50 % longer at 16,384 tokens.
 NORM_ROPE_WARPS = 1
 QUERY_WARPS = 2
 # 8 heads: 20 % faster at 512 tokens of 16 heads, 15 % slower at 64 of 128, alike from 2,048 on.
 QUERY_HEAD_TILE = 4
-# Rope parts alone: with so many heads twice as many warps win up to 18 % below 1,024 tokens.
+# Rope parts alone: with so many heads twice as many warps win 14 % at 1 token, 3 % at 512.
 QUERY_ROPE_ONLY_HEAD_TILE = 32
 QUERY_INDEX_TILE = 16
 QUERY_GROUP = 128
@@ -299,8 +301,8 @@ class _PythonGuard:
         ]
 
 
-# What torch.compile's generated code allocates with: 2 us less than torch.empty. All of these are
-# missing from a torch without CUDA, and `remember` asks for them.
+# What torch.compile's generated code allocates with: 2 us less than torch.empty. It and the next
+# two may be missing from a torch without CUDA: `remember` asks.
 _empty_strided: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -318,7 +320,7 @@ def find_shortcut(name: str, args: Sequence[Any]) -> Shortcut | None:
     """The shortcut of a call as the dispatcher makes it, whose first argument has the tokens.
 
     The dispatcher has given each argument the type that the schema says, so that plain values that
-    are equal are the same.
+    are equal are the same, but for the sign of a zero.
     """
     if platform.check_device_data():
         return None

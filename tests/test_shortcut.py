@@ -381,6 +381,52 @@ def test_alike_calls_are_bounded(recorder, monkeypatch) -> None:
     assert len(alike) == 3 and len(recorder.long) == 10
 
 
+def misaligned(call: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    call[2] = torch.cat((call[2][:1], call[2]))[1:]
+
+
+def passes_views(call: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a kernel argument that is made for the launch would be: its address is no argument's."""
+    prepare = norm_rope_op.prepare
+
+    def with_views(*args: Any, **keywords: Any) -> Any:
+        kernel_args, constants = prepare(*args, **keywords)
+        fresh = tuple(a.view(a.shape) if isinstance(a, torch.Tensor) else a for a in kernel_args)
+        return fresh, constants
+
+    monkeypatch.setattr(norm_rope_op, "prepare", with_views)
+
+
+def unknown_launcher(call: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_known_launcher", lambda compiled: False)
+
+
+def without(name: str) -> Callable[[list[Any], pytest.MonkeyPatch], None]:
+    return lambda call, monkeypatch: monkeypatch.setattr(launch, name, None)
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        misaligned, passes_views, unknown_launcher,
+        *map(without, ("_empty_strided", "_current_device", "_raw_stream")),
+    ],
+)  # fmt: skip
+def test_a_call_that_is_not_understood_is_not_remembered(reason, recorder, monkeypatch) -> None:
+    call = positional("fused_norm_rope", testing.norm_rope_inputs(CONFIG, 9))
+    reason(call, monkeypatch)
+    norm_rope_op._cuda(*call)
+    assert len(recorder.long) == 1 and not launch._shortcuts
+
+
+def test_shortcuts_are_bounded(recorder, monkeypatch) -> None:
+    monkeypatch.setattr(launch, "MAX_SHORTCUTS", 3)
+    for num_tokens in range(1, 9):
+        inputs = testing.norm_rope_inputs(CONFIG, num_tokens)
+        norm_rope_op._cuda(*positional("fused_norm_rope", inputs))
+        assert len(launch._shortcuts) <= 3
+
+
 @gpu
 def test_the_second_call_takes_it_and_gives_the_same_bytes(shortcuts) -> None:
     torch.ops.dsv32.fused_norm_rope(**norm_rope(0))

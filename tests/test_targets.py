@@ -95,7 +95,8 @@ def test_arguments_are_read_ahead_of_the_wait(name):
 
 
 def test_launch_dependencies_are_never_used_on_hip(monkeypatch):
-    """Their assembly is NVIDIA's: LLVM ends the process that compiles it for an AMD GPU."""
+    (result,) = targets.examine([(CASES["fused_embed_norm 7168"], "gfx942", True)])
+    assert isinstance(result, ValueError)
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 4))
     launch._pdl.cache_clear()
