@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
@@ -29,7 +28,7 @@ from csrc_free_ops.mtp import eh_norm_kernel, embed_norm_kernel
 from csrc_free_ops.norm_rope import norm_rope_kernel
 from csrc_free_ops.query import query_kernel
 from dsv32_ops import launch
-from dsv32_ops.bench import cases, timing
+from dsv32_ops.bench import cases, results, timing
 from dsv32_ops.bench.stream import CONFIGS, StreamBuffers
 from dsv32_ops.bench.traffic import traffic
 from dsv32_ops.geometry import Grid
@@ -165,7 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ops", nargs="+", choices=cases.OPS, default=cases.OPS)
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
-    parser.add_argument("--out", type=Path, help="folder for tune-<gpu>.json")
+    parser.add_argument("--out", type=Path, help="folder for tune-<gpu>-<torch>-<triton>.json")
     options = parser.parse_args()
     every = [variant for op in options.ops for variant in variants(op)]
     context = multiprocessing.get_context("spawn")
@@ -175,7 +174,7 @@ def main() -> None:
             pass
 
     console = Console(width=160)
-    results = []
+    found = results.header(torch.device("cuda"), None)
     for (op, kind), members in itertools.groupby(every, lambda v: (v.op, v.inputs)):
         group = list(members)
         table = Table(title=f"{op} {kind}, us", box=None)
@@ -190,17 +189,14 @@ def main() -> None:
             for label, value in us.items():
                 style = "bold" if value < 1.02 * best else "none"
                 rows[label].append(f"[{style}]{value:.2f}[/]")
-            results.append({"op": op, "inputs": kind, "num_tokens": num_tokens, "floor_us": floor,
-                            "us": us})  # fmt: skip
+            row = {"op": op, "inputs": kind, "num_tokens": num_tokens, "floor_us": floor, "us": us}
+            found["rows"].append(row)
         for label, cells in rows.items():
             table.add_row(label, *cells)
         table.add_row("floor", *floors)
         console.print(table)
         if options.out:
-            options.out.mkdir(parents=True, exist_ok=True)
-            gpu = torch.cuda.get_device_name().replace(" ", "-")
-            path = options.out / f"tune-{gpu}.json"
-            path.write_text(json.dumps(results, indent=1) + "\n")
+            results.save(found, options.out / f"tune-{results.file_name(found)}.json")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 Contraction into FMA is a compiler option that torch.compile does not forward to user kernels
 (torch 2.13), so nothing here may depend on it: a product whose sum is rounded once is written as
-`tl.fma`, one that must be rounded on its own goes through `square`, and divisions are sequences of
-both. The eager op and the traced kernel then agree bit for bit.
+`tl.fma`, one that must be rounded on its own goes through `square`, and divisions are `tl.div_rn`
+or steps of `tl.fma`. The eager op and the traced kernel then agree bit for bit.
 """
 
 import triton

@@ -38,7 +38,7 @@ NORM_ROPE_PARTS = {
 # cost 3 to 12 %. Longer rows spill there.
 NORM_ROPE_REGISTERS = 80
 NORM_ROPE_LIMITED_ROW_BYTES = 3072
-# Four warps take 5 to 50 % longer at 16,384 tokens.
+# Four warps take 5 % longer at 16,384 tokens with the fill, 54 % without.
 NORM_ROPE_WARPS = 1
 QUERY_WARPS = 2
 # 8 heads: 20 % faster at 512 tokens of 16 heads, 15 % slower at 64 of 128, alike from 2,048 on.

@@ -501,3 +501,16 @@ def test_rows_on_a_gpu(tmp_path, capsys) -> None:
         assert r["method"] == ("do_bench" if r["num_tokens"] > timing.GRAPH_MAX else "graph")
         assert 0 < r["floor_us"] and 0 < r["fraction_of_floor"] < 1.5
     assert len(list(tmp_path.glob("*.png"))) == 2
+
+
+PUBLISHED = sorted((Path(__file__).parents[1] / "benchmarks" / "results").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", PUBLISHED, ids=[path.name for path in PUBLISHED])
+def test_published_files_say_where_they_are_from(path) -> None:
+    found = results.load(path)
+    assert all(found[name] for name in ("gpu", "date", "torch", "triton", "commit", "rows"))
+    assert path.stem.removeprefix("tune-") == results.file_name(found)
+    assert re.fullmatch(r"[0-9a-f]{7,}", found["commit"])
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"commit (\w+)\)", readme)) == {found["commit"]}
