@@ -46,14 +46,12 @@ class Variant:
     num_warps: int
     pdl: bool = True
     tasks: int = 0
-    registers: int = 0
     constants: tuple[tuple[str, int], ...] = field(default=())
 
     @property
     def label(self) -> str:
         parts = [f"warps {self.num_warps}"]
         parts += [f"tasks {self.tasks}"] if self.tasks else []
-        parts += [f"registers {self.registers}"] if self.registers else []
         parts += [f"{name} {value}" for name, value in self.constants]
         return ", ".join(parts if self.pdl else [*parts, "no PDL"])
 
@@ -63,8 +61,6 @@ def variants(op: str) -> Iterator[Variant]:
         for inputs in ("auto", "fp8_ds_mla", "auto no fill"):
             for warps, tasks in itertools.product((1, 2, 4), (1, 2, 4)):
                 yield Variant(op, inputs, warps, tasks=tasks)
-            for registers, tasks in itertools.product((72, 80, 88), (1, 2, 4)):
-                yield Variant(op, inputs, 1, tasks=tasks, registers=registers)
         yield Variant(op, "auto", 1, pdl=False, tasks=4)
         yield Variant(op, "auto", 1, pdl=False, tasks=1)
     elif op == "fused_q":
@@ -104,7 +100,7 @@ def call_of(variant: Variant, inputs: dict[str, Any]) -> tuple[Callable[[], Any]
                                                 "input_ids"].device)  # fmt: skip
     if variant.op == "fused_norm_rope":
         outputs = [norm_rope._empty_output(inputs["q_c"])]
-        args, constants = norm_rope.prepare(**inputs, q_c_out=outputs[0], pdl=pdl)
+        _, args, constants = norm_rope.prepare(**inputs, q_c_out=outputs[0], pdl=pdl)
         kernel, grid = norm_rope_kernel, Grid(inputs["q_c"].shape[0], variant.tasks)
     elif variant.op == "fused_q":
         outputs = list(query._outputs(**inputs))
@@ -125,8 +121,6 @@ def call_of(variant: Variant, inputs: dict[str, Any]) -> tuple[Callable[[], Any]
         kernel = eh_norm_kernel
     constants = {**constants, **dict(variant.constants)}
     options = {"num_warps": variant.num_warps, **({"launch_pdl": True} if pdl else {})}
-    if variant.registers:
-        options["maxnreg"] = variant.registers
 
     def call() -> None:
         kernel[grid.launch()](*args, **constants, **options)

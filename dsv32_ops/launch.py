@@ -20,24 +20,17 @@ from . import platform
 from .geometry import Grid
 
 # Measured on an H200 over 1 to 65,536 tokens by benchmarks/tune.py and variants of the kernels
-# (benchmarks/NOTES.md, which says what the last tuning run would change); other architectures run
-# the same, without the register limit, until somebody measures them there.
+# (benchmarks/NOTES.md); other architectures run the same until somebody measures them there.
 #
 # (most tokens, programs of a token) of `fused_norm_rope`, with and without the fill; above, one.
-# Four shorten the critical path until a multiprocessor, which starts 6 programs per us, is busy
-# with that; without a fill the fourth has nothing to do. Two between 1,024 and 2,560 tokens: there
+# More programs shorten the critical path until a multiprocessor, which starts 6 of them per us, is
+# busy with that; without a fill the fourth has nothing to do. Around 2,048 tokens two again: there
 # the programs of a launch fill 30 to 80 % of the places on the multiprocessors, and those of the
-# next one, which dependent launch lets in, take the rest unevenly (2,048 tokens: 13.2 us, in halves
-# 10.7). All grids run one binary.
+# next one, which dependent launch lets in, take the rest unevenly. All grids run one binary.
 NORM_ROPE_PARTS = {
-    True: ((768, 4), (1024, 1), (2560, 2)),
-    False: ((256, 4), (512, 2), (1024, 1), (2560, 2)),
+    True: ((256, 4), (512, 2), (768, 4), (1024, 1), (2304, 2)),
+    False: ((192, 4), (704, 2), (1152, 1), (2048, 2)),
 }
-# With rows of 1,536, 80 registers instead of 91 let 25 warps run instead of 21: 2 to 4 % from
-# 16,384 tokens without the fill in the quantized modes, 2 to 5 % at 2,048; up to 64 tokens they
-# cost 3 to 12 %. Longer rows spill there.
-NORM_ROPE_REGISTERS = 80
-NORM_ROPE_LIMITED_ROW_BYTES = 3072
 # Four warps take 5 % longer at 16,384 tokens with the fill, 54 % without.
 NORM_ROPE_WARPS = 1
 QUERY_WARPS = 2
@@ -51,24 +44,14 @@ QUERY_GROUP = 128
 NORM_ELEMENTS_PER_WARP = 2048
 
 
-def norm_rope_grid(num_tokens: int, fill: bool) -> Grid:
+def norm_rope_grid(num_tokens: int, constants: Mapping[str, Any]) -> Grid:
     # Written without a comparison: a traced launch keeps one graph for every token count.
     parts = above = 1
-    for limit, count in reversed(NORM_ROPE_PARTS[fill]):
+    for limit, count in reversed(NORM_ROPE_PARTS[constants["TOPK"] > 0]):
         up_to = torch.sym_min(1, limit // torch.sym_max(num_tokens, 1))
         parts = parts + (count - above) * up_to
         above = count
     return Grid(num_tokens, parts)
-
-
-def norm_rope_registers(row_bytes: int) -> int | None:
-    """Most registers of a thread for query rows of this size, if that helps."""
-    return NORM_ROPE_REGISTERS if row_bytes <= NORM_ROPE_LIMITED_ROW_BYTES else None
-
-
-def register_option(registers: int | None, backend: str, major: int) -> dict[str, int]:
-    """Triton's option, where it was measured: for sm_100 and sm_120 the same limit spills."""
-    return {"maxnreg": registers} if registers and backend == "cuda" and major == 9 else {}
 
 
 def query_tiles(heads: int, quantize: bool, index_heads: int) -> dict[str, int]:
@@ -152,7 +135,6 @@ def launch(
     constants: Mapping[str, Any],
     device: torch.device,
     num_warps: int,
-    registers: int | None = None,
 ) -> Any:
     """Start `kernel` on the current stream of `device`, whatever device is current.
 
@@ -164,9 +146,6 @@ def launch(
     options: dict[str, Any] = {"num_warps": num_warps}
     if constants["PDL"]:
         options["launch_pdl"] = True
-    if registers and device.type == "cuda":
-        major, _ = platform.capability(device.index)
-        options |= register_option(registers, platform.backend(device), major)
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     with torch.cuda.device(device) if elsewhere else contextlib.nullcontext():
         return kernel[shape](*args, **constants, **options)
@@ -182,19 +161,19 @@ class Shortcut:
 
     def __init__(
         self, compiled: Any, grid: Grid, args: Sequence[Any], outputs: Sequence[Tensor],
-        sources: Sequence[tuple[int, int, int]], values: Sequence[Any], device_index: int,
+        sources: Mapping[int, tuple[int, int]], values: Sequence[Any], device_index: int,
     ) -> None:  # fmt: skip
-        """`sources` has (kernel argument, index, address bits that must be zero) of each pointer.
+        """`values` are the kernel's arguments; for those that are pointers, `sources` has
+        (index, address bits that must be zero).
 
-        The index is one of the outputs, and behind them of the tensors in `args`.
+        The index is one of the outputs, and behind them of `args`.
         """
         tensors = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
         first = {id(args[i]): i for i in reversed(tensors)}
         # A model's two rotations share a table, and outs may be the inputs themselves: tensors that
         # are one here must be one again, all others apart, which the guard sees to.
         self._twins = [(i, first[id(args[i])]) for i in tensors if first[id(args[i])] != i]
-        distinct = sorted(first.values())
-        self._tensors = _picker(distinct)
+        self._tensors = _picker(sorted(first.values()))
         self._guard = guard(self._tensors(args))
         self._plain = _picker([i for i in range(len(args)) if i not in tensors])
         self._plain_values = self._plain(args)
@@ -206,22 +185,26 @@ class Shortcut:
         ]
 
         # The guard compares requires_grad, not whether it matters. Where it does the checks refuse.
-        self._without_grad = any(args[i].requires_grad for i in distinct)
+        self._without_grad = any(args[i].requires_grad for i in tensors)
         self._soft = platform.soft_fp8_chosen()
         self.device_index = device_index
         self.start = starter(compiled, grid.launch(), len(values))
         self.outputs = [(tuple(t.shape), t.stride(), t.dtype) for t in outputs]
-        # One pick from the addresses and the other values puts the kernel's arguments in order.
-        places = {i: len(outputs) + distinct.index(first[id(args[i])]) for i in tensors}
-        place = [*range(len(outputs)), *(places[i] for i in tensors)]
         # New outputs are aligned.
-        aligned = {place[index] - len(outputs) for _, index, mask in sources if mask}
-        self._aligned = _picker([i for i in sorted(aligned) if i >= 0])
+        given: dict[int, int] = {}
+        for index, mask in sources.values():
+            if (i := index - len(outputs)) >= 0:
+                given[i] = given.get(i, 0) | mask
+        self._pointers = _picker(list(given))
+        self._aligned = _picker([n for n, mask in enumerate(given.values()) if mask])
+        # One pick from all addresses and the other values puts the kernel's arguments in order.
+        place = [*range(len(outputs)), *(len(outputs) + i for i in given)]
         self._values = tuple(values)
-        addresses = {slot: place[index] for slot, index, _ in sources}
-        first_value = len(outputs) + len(distinct)
         self._order = _picker(
-            [addresses.get(slot, first_value + slot) for slot in range(len(values))]
+            [
+                place.index(sources[slot][0]) if slot in sources else len(place) + slot
+                for slot in range(len(values))
+            ]
         )
 
     def matches(self, args: Sequence[Any]) -> bool:
@@ -245,7 +228,7 @@ class Shortcut:
         """
         if _current_device() != self.device_index or _launch_hooks():
             return None
-        addresses = [*map(_data_ptr, self._tensors(args))]
+        addresses = [*map(_data_ptr, self._pointers(args))]
         for address in self._aligned(addresses):
             if address & 15:
                 return None
@@ -272,9 +255,7 @@ def guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     are one and the same.
     """
     try:
-        guards = torch._C._dynamo.guards.TensorGuards(
-            *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
-        )
+        guards = _guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         check: Callable[..., bool] = guards.check
         check(*tensors)
     except (AttributeError, TypeError, RuntimeError):
@@ -301,9 +282,10 @@ class _PythonGuard:
         ]
 
 
+_guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 # What torch.compile's generated code allocates with: 2 us less than torch.empty. It and the next
 # two may be missing from a torch without CUDA: `remember` asks.
-_empty_strided: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+_empty_strided: Any = getattr(_guards, "_empty_strided_cuda", None)
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _data_ptr = torch.Tensor.data_ptr
@@ -342,41 +324,42 @@ def forget_shortcuts() -> None:
 
 
 def remember(
-    name: str, compiled: Any, kernel: Any, grid: Grid, names: Sequence[str], args: Sequence[Any],
-    outputs: Mapping[str, Tensor], kernel_args: tuple[Any, ...], constants: Mapping[str, Any],
+    name: str, compiled: Any, kernel: Any, grid: Grid, args: Sequence[Any],
+    outputs: Sequence[Tensor], kernel_args: Sequence[Any], constants: Mapping[str, Any],
     device: torch.device,
 ) -> None:  # fmt: skip
     """Keep a shortcut for calls like the one just launched, if everything about it is known.
 
-    `names` are those of `args`. A pointer argument of the kernel is named after an argument or an
-    output.
+    `outputs` are the tensors that the call allocated. One that goes to the kernel, here or from
+    `args`, must be the very object: a view made for the launch has an address of its own.
     """
     needed = (_empty_strided, _current_device, _raw_stream)
     if compiled is None or torch.version.hip is not None or None in needed:
         return
     key = ((name, len(args)), args[0].shape)
     alike = _shortcuts.get(key, [])
-    if not _known_launcher(compiled) or any(known.matches(args) for known in alike):
+    if any(known.matches(args) for known in alike):
         return
-    tensors = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
-    order = [*outputs, *(names[i] for i in tensors)]
-    given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **outputs}
-    sources = []
+    if any(isinstance(arg, Tensor) and arg.layout is not torch.strided for arg in args):
+        return
+    candidates = [*outputs, *args]
+    sources = {}
     for slot, arg in enumerate(kernel_args):
         if isinstance(arg, Tensor):
-            param = kernel.params[slot]
-            source = param.name.removesuffix("_ptr")
-            if source == "indexer_slot_mapping" and given.get(source) is None:
-                source = "slot_mapping"
-            mask = 0 if param.do_not_specialize_on_alignment else 15
-            if arg.data_ptr() & mask or arg is not given.get(source):
+            mask = 0 if kernel.params[slot].do_not_specialize_on_alignment else 15
+            index = next((i for i, candidate in enumerate(candidates) if candidate is arg), None)
+            if index is None or arg.data_ptr() & mask:
                 return
-            sources.append((slot, order.index(source), mask))
+            sources[slot] = index, mask
+    if not all(hasattr(compiled, part) for part in ("run", "function", "packed_metadata")):
+        return
+    launcher: Any = type(compiled.run)
+    if not _known_launcher(launcher):
+        return
     values = [None if isinstance(arg, Tensor) else arg for arg in kernel_args]
     shortcut = Shortcut(
-        compiled, grid, args, list(outputs.values()), sources,
-        [*values, *constants.values()], device.index,
-    )  # fmt: skip
+        compiled, grid, args, outputs, sources, [*values, *constants.values()], device.index
+    )
     if not shortcut.matches(args):
         return
     if len(_shortcuts) >= MAX_SHORTCUTS:
@@ -384,15 +367,15 @@ def remember(
     _shortcuts[key] = [shortcut, *alike][:MAX_ALIKE]
 
 
-def _known_launcher(compiled: Any) -> bool:
-    """Whether this Triton starts a compiled kernel as `Shortcut` does; 3.6 and 3.7 do."""
-    if not all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):
-        return False
+@functools.cache
+def _known_launcher(kind: type) -> bool:
+    """Whether a compiled kernel's launcher is called as `Shortcut` does; Triton 3.6's and 3.7's
+    are. Reading a signature takes 60 us."""
     try:
-        names = list(inspect.signature(compiled.run).parameters)
-    except (TypeError, ValueError):
+        names = list(inspect.signature(kind.__call__).parameters)
+    except (AttributeError, TypeError, ValueError):
         return False
-    leading = ["gridX", "gridY", "gridZ", "stream", "function"]
+    leading = ["self", "gridX", "gridY", "gridZ", "stream", "function"]
     hooked = ["kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook"]
     return names in ([*leading, "args"], [*leading, *hooked, "args"])
 

@@ -45,10 +45,8 @@ def _norm_rope(inputs: dict[str, Any], device: torch.device) -> dict[str, float]
     out = norm_rope._empty_output(inputs["q_c"])
 
     def prepare() -> tuple[Any, ...]:
-        args, constants = norm_rope.prepare(*values, q_c_out=out, pdl=launch.use_pdl(device))
-        return launch.norm_rope_grid(num_tokens, constants["TOPK"] > 0), args, constants
+        return norm_rope.prepare(*values, q_c_out=out, pdl=launch.use_pdl(device))
 
-    num_tokens = inputs["q_c"].shape[0]
     return _breakdown(
         op, inputs, values, device,
         check=lambda: checks.norm_rope(*values),
@@ -56,7 +54,6 @@ def _norm_rope(inputs: dict[str, Any], device: torch.device) -> dict[str, float]
         allocate=lambda: norm_rope._empty_output(inputs["q_c"]),
         kernel=norm_rope.norm_rope_kernel,
         num_warps=launch.NORM_ROPE_WARPS,
-        registers=launch.norm_rope_registers(out.shape[1] * out.element_size()),
         result=out,
     )  # fmt: skip
 
@@ -84,7 +81,6 @@ def _breakdown(
     op: Any, inputs: dict[str, Any], values: tuple[Any, ...], device: torch.device, *,
     check: Callable[[], Any], prepare: Callable[[], tuple[Any, ...]],
     allocate: Callable[[], Any], kernel: Any, num_warps: int, result: Any,
-    registers: int | None = None,
 ) -> dict[str, float]:  # fmt: skip
     """Each part on its own, and whole calls. On a CPU a whole call is mostly the computation."""
     grid, args, constants = prepare()
@@ -99,7 +95,7 @@ def _breakdown(
     }
     if device.type == "cuda":
         parts["first call of its kind: Triton's launch"] = lambda: launch.launch(
-            kernel, grid, args, constants, device, num_warps, registers
+            kernel, grid, args, constants, device, num_warps
         )
     parts["whole call, keywords"] = lambda: op(**inputs)
     parts["whole call, positional"] = lambda: op(*values)

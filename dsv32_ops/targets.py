@@ -62,7 +62,6 @@ class Case:
     args: tuple[Any, ...]
     constants: dict[str, Any]
     num_warps: int
-    max_registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -126,12 +125,9 @@ def cases() -> Iterator[Case]:
 
 def _norm_rope_case(name: str, inputs: dict[str, Any]) -> Case:
     out = torch.empty(inputs["q_c"].shape, dtype=inputs["q_c"].dtype)
-    args, constants = norm_rope.prepare(**inputs, q_c_out=out, pdl=False)
-    q_c = inputs["q_c"]
-    return Case(
-        f"fused_norm_rope {name}", norm_rope_kernel, args, constants, launch.NORM_ROPE_WARPS,
-        launch.norm_rope_registers(q_c.shape[1] * q_c.element_size()),
-    )  # fmt: skip
+    _, args, constants = norm_rope.prepare(**inputs, q_c_out=out, pdl=False)
+    warps = launch.NORM_ROPE_WARPS
+    return Case(f"fused_norm_rope {name}", norm_rope_kernel, args, constants, warps)
 
 
 def _query_case(name: str, inputs: dict[str, Any]) -> Case:
@@ -189,8 +185,6 @@ def compile_case(case: Case, target: GPUTarget) -> Any:
     options: dict[str, Any] = {"num_warps": case.num_warps}
     if case.constants["PDL"]:
         options["launch_pdl"] = True
-    if target.backend == "cuda":
-        options |= launch.register_option(case.max_registers, "cuda", int(target.arch) // 10)
     source = ASTSource(case.kernel, signature, constants, attributes)
     return triton.compile(source, target=target, options=options)
 

@@ -854,7 +854,7 @@ BORDERS = [(fill, limit) for fill, parts in launch.NORM_ROPE_PARTS.items() for l
 @pytest.mark.parametrize("fill", [True, False])
 def test_tasks_are_split_by_the_table(fill):
     def parts(num_tokens):
-        return launch.norm_rope_grid(num_tokens, fill).launch()[1]
+        return launch.norm_rope_grid(num_tokens, {"TOPK": 2048 * fill}).launch()[1]
 
     table = (*launch.NORM_ROPE_PARTS[fill], (1 << 20, 1))
     assert [parts(limit) for limit, _ in table] == [count for _, count in table]

@@ -15,6 +15,7 @@ import triton
 
 from dsv32_ops import launch, models, testing
 from dsv32_ops.geometry import Grid
+from dsv32_ops.ops import mtp as mtp_op
 from dsv32_ops.ops import norm_rope as norm_rope_op
 from dsv32_ops.ops import query as query_op
 
@@ -40,10 +41,9 @@ class Compiled:
 
 
 def test_an_unknown_launcher_is_left_alone() -> None:
-    assert launch._known_launcher(Compiled(Launcher()))
-    assert not launch._known_launcher(Compiled(lambda grid, stream, *args: None))
-    assert not launch._known_launcher(Compiled(None))
-    assert not launch._known_launcher(object())
+    assert launch._known_launcher(Launcher)
+    others: list[Any] = [type(lambda grid, stream, *args: None), type(None), object]
+    assert not any(map(launch._known_launcher, others))
 
 
 class Bare(Launcher):
@@ -96,7 +96,8 @@ def test_a_kernel_with_scratch_memory_goes_through_its_launcher() -> None:
 def test_the_launcher_of_this_triton_is_understood() -> None:
     """One that is not costs 1 to 2 us a call, and this test says so first."""
     driver = pytest.importorskip("triton.backends.nvidia.driver")
-    run = driver.CudaLauncher.__new__(driver.CudaLauncher)
+    launcher: Any = driver.CudaLauncher
+    run = launcher.__new__(launcher)
     vars(run).update(
         num_ctas=1, launch_cooperative_grid=False, launch_pdl=True, global_scratch_size=0,
         global_scratch_align=1, profile_scratch_size=0, profile_scratch_align=1,
@@ -104,7 +105,7 @@ def test_the_launcher_of_this_triton_is_understood() -> None:
     )  # fmt: skip
     calls: list[tuple[Any, ...]] = []
     compiled = Compiled(run)
-    assert launch._known_launcher(compiled)
+    assert launch._known_launcher(launcher)
     start = launch.starter(compiled, (9, 4, 1), 2)
     vars(run)["profile_scratch_size"] = None  # calling it would compare this with a number
     start(7, (5, 6))
@@ -144,7 +145,7 @@ class Recorder:
     def _empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(size, stride, dtype=dtype)
 
-    def _launch(self, kernel, grid, args, constants, device, num_warps, registers=None):
+    def _launch(self, kernel, grid, args, constants, device, num_warps):
         self.long.append([_address(arg) for arg in (*args, *constants.values())])
         return Compiled(Recording(self.short, grid.launch()))
 
@@ -232,6 +233,61 @@ def test_both_ways_of_the_query(quantize, shared, recorder) -> None:
     recorder.same(query_op._cuda, second)
 
 
+MTP: dict[str, tuple[Callable[..., dict[str, Any]], Callable[..., Any], tuple[str, ...]]] = {
+    "fused_eh_norm": (testing.eh_norm_inputs, mtp_op._cuda_eh, ("out",)),
+    "fused_embed_norm": (
+        testing.embed_norm_inputs, mtp_op._cuda_embed, ("residual_out", "normed_out")
+    ),
+    "fused_embed_eh_norm": (testing.embed_eh_norm_inputs, mtp_op._cuda_embed_eh, ("out",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("op", MTP)
+def test_both_ways_of_the_other_norms(op, given, recorder) -> None:
+    make, function, outs = MTP[op]
+    width = CONFIG.hidden_size * (2 if outs == ("out",) else 1)
+
+    def call(seed: int) -> tuple[Any, list[Any]]:
+        written = {out: torch.empty(9, width, dtype=torch.bfloat16) for out in outs}
+        inputs = positional(op, make(CONFIG, 9, seed=seed))
+        return functools.partial(function, **written) if given else function, inputs
+
+    first, args = call(0)
+    first(*args)
+    assert len(launch._shortcuts) == 1
+    recorder.same(*call(1))
+
+
+def test_ids_of_several_dimensions_go_the_long_way(recorder) -> None:
+    """The kernel gets a flat view of them, whose address is no argument's."""
+    inputs = testing.embed_norm_inputs(CONFIG, 8)
+    inputs["input_ids"] = inputs["input_ids"].reshape(2, 4)
+    for _ in range(2):
+        residual, _ = mtp_op._cuda_embed(*positional("fused_embed_norm", inputs))
+        assert residual.shape == (8, CONFIG.hidden_size)
+    assert len(recorder.long) == 2 and not launch._shortcuts
+
+
+def test_an_unused_tensor_may_be_anything_again(recorder) -> None:
+    """One without strides or an address cannot be guarded, so such a call is not remembered."""
+    inputs = testing.q_inputs(CONFIG, 9, 16, quantize_mqa=False)
+    inputs["ql_nope"] = torch.zeros(9, 16, 512).to_sparse()
+    for _ in range(3):
+        query_op._cuda(*positional("fused_q", inputs))
+    assert len(recorder.long) == 3 and not launch._shortcuts
+
+
+def test_an_unused_tensor_need_not_be_aligned(recorder) -> None:
+    inputs = testing.q_inputs(CONFIG, 9, 16, quantize_mqa=False)
+    query_op._cuda(*positional("fused_q", inputs))
+    nope = inputs["ql_nope"]
+    inputs["ql_nope"] = torch.empty(nope.numel() + 1, dtype=nope.dtype)[1:].as_strided(
+        nope.shape, nope.stride()
+    )
+    recorder.same(query_op._cuda, positional("fused_q", inputs))
+
+
 def test_out_in_place_and_then_elsewhere(recorder) -> None:
     """A call remembered in place must not make the next one write its input."""
     first, second = (
@@ -271,7 +327,7 @@ def test_what_decides_a_launch_is_compared(change, fallback, shortcuts, monkeypa
     if fallback:
         monkeypatch.setattr(launch, "guard", launch._PythonGuard)
     remembered = [torch.empty(9, 8), torch.empty(9, 6), 1e-6, None, "auto"]
-    shortcut = launch.Shortcut(Compiled(Launcher()), Grid(9, 1), remembered, [], [], [], 0)
+    shortcut = launch.Shortcut(Compiled(Launcher()), Grid(9, 1), remembered, [], {}, [], 0)
     fresh = [torch.empty(9, 8), torch.empty(9, 6), 1e-6, None, "auto"]
     assert shortcut.matches(fresh)
     assert not shortcut.matches([*fresh[:2], 1e-5, None, "auto"])
@@ -290,14 +346,14 @@ def test_arguments_that_were_one_tensor_stay_one(fallback, shortcuts, monkeypatc
         ([a, b, a], [c, b, c], [[a, b, c], [a, a, a], [a, a, b]]),
         ([a, b, c], [c, a, b], [[a, b, a], [a, a, b]]),
     ):
-        shortcut = launch.Shortcut(Compiled(Launcher()), Grid(9, 1), remembered, [], [], [], 0)
+        shortcut = launch.Shortcut(Compiled(Launcher()), Grid(9, 1), remembered, [], {}, [], 0)
         assert shortcut.matches(remembered) and shortcut.matches(like)
         assert not any(map(shortcut.matches, unlike))
 
 
 def test_coding_chosen_later_is_compared(shortcuts, monkeypatch) -> None:
     args = [torch.empty(9, 8), 1e-6]
-    shortcut = launch.Shortcut(Compiled(Launcher()), Grid(9, 1), args, [], [], [], 0)
+    shortcut = launch.Shortcut(Compiled(Launcher()), Grid(9, 1), args, [], {}, [], 0)
     assert shortcut.matches(args)
     monkeypatch.setenv("DSV32_OPS_SOFT_FP8", "1")
     assert not shortcut.matches(args)
@@ -352,6 +408,15 @@ def test_a_gradient_is_refused_after_calls_without(fallback, recorder, monkeypat
         norm_rope_op._cuda(*args)
 
 
+def test_a_torch_without_the_guards(recorder, monkeypatch) -> None:
+    monkeypatch.setattr(launch, "_guards", None)
+    args = [positional("fused_q", testing.q_inputs(CONFIG, 9, 16, seed=s)) for s in (0, 1)]
+    query_op._cuda(*args[0])
+    ((shortcut,),) = launch._shortcuts.values()
+    assert isinstance(shortcut._guard, launch._PythonGuard)
+    recorder.same(query_op._cuda, args[1])
+
+
 def test_a_call_is_remembered_once(recorder, monkeypatch) -> None:
     """Also if it goes the long way each time, as with DSV32_OPS_CHECK=1."""
     args = positional("fused_norm_rope", testing.norm_rope_inputs(CONFIG, 9))
@@ -390,15 +455,15 @@ def passes_views(call: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     prepare = norm_rope_op.prepare
 
     def with_views(*args: Any, **keywords: Any) -> Any:
-        kernel_args, constants = prepare(*args, **keywords)
+        grid, kernel_args, constants = prepare(*args, **keywords)
         fresh = tuple(a.view(a.shape) if isinstance(a, torch.Tensor) else a for a in kernel_args)
-        return fresh, constants
+        return grid, fresh, constants
 
     monkeypatch.setattr(norm_rope_op, "prepare", with_views)
 
 
 def unknown_launcher(call: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_known_launcher", lambda compiled: False)
+    monkeypatch.setattr(launch, "_known_launcher", lambda kind: False)
 
 
 def without(name: str) -> Callable[[list[Any], pytest.MonkeyPatch], None]:

@@ -11,6 +11,7 @@ from torch.library import wrap_triton
 from csrc_free_ops.norm_rope import norm_rope_kernel
 
 from .. import checks, codecs, launch, layouts, platform, reference
+from ..geometry import Grid
 from ..registration import argument_names, register_traced, register_with_out
 
 ARGUMENTS = """
@@ -79,8 +80,8 @@ def prepare(
     kv_c_out: Tensor | None = None, k_pe_out: Tensor | None = None,
     index_k_out: Tensor | None = None, fp8_dtype: torch.dtype | None = None,
     *, q_c_out: Tensor, pdl: bool,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
-    """Kernel arguments and compile-time constants of a checked call."""
+) -> tuple[Grid, tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    """Grid, kernel arguments and compile-time constants of a checked call."""
     device = q_c.device
     fp8_dtype = checks.resolve_fp8_dtype(
         fp8_dtype, device, mla_kv_cache=mla_kv_cache, indexer_k_cache=indexer_k_cache
@@ -144,7 +145,7 @@ def prepare(
         index_block_size, index_scale_format == "ue8m0x4", indexer_cache_shuffled, topk,
         fp8_dtype, soft, pdl,
     )  # fmt: skip
-    return args, constants
+    return launch.norm_rope_grid(q_c.shape[0], constants), args, constants
 
 
 def _row_stride(t: Tensor | None) -> int | None:
@@ -164,21 +165,16 @@ def _cuda(*args: Any, q_c_out: Tensor | None = None) -> Tensor:
     checks.norm_rope(*args, q_c_out=q_c_out)
     if platform.check_device_data():
         checks.norm_rope_data(*args)
-    q_c = args[1]
-    written = _empty_output(q_c) if q_c_out is None else q_c_out
-    device = q_c.device
-    kernel_args, constants = prepare(*args, q_c_out=written, pdl=launch.use_pdl(device))
-    grid = launch.norm_rope_grid(q_c.shape[0], constants["TOPK"] > 0)
+    device = args[1].device
+    written = _empty_output(args[1]) if q_c_out is None else q_c_out
+    grid, kernel_args, constants = prepare(*args, q_c_out=written, pdl=launch.use_pdl(device))
     compiled = launch.launch(
-        norm_rope_kernel, grid, kernel_args, constants, device, launch.NORM_ROPE_WARPS,
-        launch.norm_rope_registers(q_c.shape[1] * q_c.element_size()),
-    )  # fmt: skip
+        norm_rope_kernel, grid, kernel_args, constants, device, launch.NORM_ROPE_WARPS
+    )
     # Whether index_k_out overlaps index_k depends on addresses, which a shortcut does not compare.
     if dict(zip(_NAMES, args, strict=False)).get("index_k_out") is None:
-        names = _NAMES if q_c_out is None else ["q_c_out", *_NAMES]
-        outputs = {"q_c_out": written} if q_c_out is None else {}
         launch.remember(
-            name, compiled, norm_rope_kernel, grid, names, given, outputs,
+            name, compiled, norm_rope_kernel, grid, given, [written] if q_c_out is None else [],
             kernel_args, constants, device,
         )  # fmt: skip
     return written
@@ -202,10 +198,8 @@ register_with_out(
 
 def _traced(*args: Any) -> Tensor:
     checks.norm_rope(*args)
-    q_c = args[1]
-    q_c_out = _empty_output(q_c)
-    kernel_args, constants = prepare(*args, q_c_out=q_c_out, pdl=False)
-    grid = launch.norm_rope_grid(q_c.shape[0], constants["TOPK"] > 0)
+    q_c_out = _empty_output(args[1])
+    grid, kernel_args, constants = prepare(*args, q_c_out=q_c_out, pdl=False)
     wrap_triton(norm_rope_kernel)[grid.launch()](
         *kernel_args, **constants, num_warps=launch.NORM_ROPE_WARPS
     )

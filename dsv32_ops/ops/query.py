@@ -12,7 +12,7 @@ from csrc_free_ops.query import query_kernel
 
 from .. import checks, codecs, launch, platform, reference
 from ..geometry import Grid
-from ..registration import argument_names, register, register_traced
+from ..registration import register, register_traced
 
 SCHEMA = """(
     Tensor positions, Tensor q_pe, Tensor q_pe_cos_sin, Tensor? index_q, Tensor? index_q_cos_sin,
@@ -21,7 +21,6 @@ SCHEMA = """(
     bool quantize_mqa=True, ScalarType? fp8_dtype=None
 ) -> (Tensor, Tensor, Tensor)"""
 
-_OUTPUT_NAMES = ("index_q_fp8", "index_weights_out", "mqa_q")
 Outputs = tuple[Tensor, Tensor, Tensor]
 
 
@@ -155,9 +154,8 @@ def _cuda(*args: Any) -> Outputs:
     warps = launch.query_warps(constants)
     compiled = launch.launch(query_kernel, grid, kernel_args, constants, device, warps)
     launch.remember(
-        "fused_q", compiled, query_kernel, grid, _NAMES, args,
-        dict(zip(_OUTPUT_NAMES, outputs, strict=True)), kernel_args, constants, device,
-    )  # fmt: skip
+        "fused_q", compiled, query_kernel, grid, args, outputs, kernel_args, constants, device
+    )
     return outputs
 
 
@@ -173,7 +171,6 @@ def _fake(*args: Any) -> Outputs:
 
 
 register("fused_q", SCHEMA, (), cuda=_cuda, cpu=_cpu, fake=_fake)
-_NAMES = argument_names("fused_q")
 
 
 def _traced(*args: Any) -> Outputs:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 import dsv32_ops
-from dsv32_ops import launch, reference, testing
+from dsv32_ops import reference, testing
 from dsv32_ops.bench import timing
 from dsv32_ops.bench.traffic import traffic
+from dsv32_ops.ops import norm_rope, query
 from dsv32_ops.verify import entries, exact
 from dsv32_ops.verify.job import TOKENS, Job, Result
 from dsv32_ops.verify.verdict import Checker
@@ -191,7 +192,7 @@ def _result(
     return Result(
         op=op,
         num_tokens=inputs["positions"].shape[0],
-        grid=_grid(op, inputs, device),
+        grid=_grid(op, inputs, outputs, device),
         verdict="FAILED" if checker.failures else "ok",
         largest_error=checker.error,
         allowed_error=checker.allowed,
@@ -203,19 +204,15 @@ def _result(
     )
 
 
-def _grid(op: str, inputs: Mapping[str, Any], device: torch.device) -> str:
+def _grid(
+    op: str, inputs: Mapping[str, Any], outputs: Sequence[Tensor], device: torch.device
+) -> str:
     """The launch geometry, x (tokens) first; a CPU kernel has none."""
     if device.type == "cpu":
         return "cpu"
-    num_tokens = inputs["positions"].shape[0]
     if op == "fused_norm_rope":
-        fill = inputs["has_indexer"] and inputs.get("fill_topk", True)
-        grid = launch.norm_rope_grid(num_tokens, fill)
+        grid, *_ = norm_rope.prepare(**inputs, q_c_out=outputs[0], pdl=False)
     else:
-        quantize = inputs["quantize_mqa"]
-        heads = inputs["q_pe"].shape[1]
-        index_heads = inputs["index_q"].shape[1] if inputs["has_indexer"] else 0
-        tiles = launch.query_tiles(heads, quantize, index_heads)
-        sizes = {"HEADS": heads, "INDEX_HEADS": index_heads, "QUANTIZE": quantize}
-        grid = launch.query_grid(num_tokens, {**sizes, **tiles})
+        index_q, index_weights, mqa_q = outputs
+        grid, *_ = query.prepare(**inputs, outputs=(index_q, index_weights, mqa_q), pdl=False)
     return " x ".join(f"{count:,}" for count in grid.launch())
