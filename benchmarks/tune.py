@@ -68,16 +68,16 @@ def variants(op: str) -> Iterator[Variant]:
         for inputs, heads in (("H=16 fp8", (2, 4, 8)), ("H=128 fp8", (2, 4, 8)),
                               ("H=16 bf16", (4, 8, 16)), ("H=128 bf16", (16, 32, 64))):  # fmt: skip
             for (warps, index_tile), tile in itertools.product(tiles, heads):
-                yield _query_variant(inputs, warps, tile, index_tile, 128)
-        for group in (1, 32, 1024, 1 << 20):
-            yield _query_variant("H=16 fp8", 2, 4, 16, group)
+                yield _query_variant(inputs, warps, tile, index_tile, launch.QUERY_FEW_TOKENS)
+        for few in (0, 128, 1 << 20):
+            yield _query_variant("H=16 fp8", 2, 4, 16, few)
     else:
         for warps in (2, 4, 8, 16):
             yield Variant(op, "7168", warps)
 
 
-def _query_variant(inputs: str, warps: int, tile: int, index_tile: int, group: int) -> Variant:
-    constants = (("TILE", tile), ("INDEX_TILE", index_tile), ("GROUP", group))
+def _query_variant(inputs: str, warps: int, tile: int, index_tile: int, few: int) -> Variant:
+    constants = (("TILE", tile), ("INDEX_TILE", index_tile), ("FEW", few))
     return Variant("fused_q", inputs, warps, constants=constants)
 
 

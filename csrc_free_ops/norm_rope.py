@@ -147,7 +147,7 @@ def norm_rope_kernel(
     do_index = part == (1 & last)
     do_kv = part == (KV_TASK & last)
     q_row = row_at(q_c_ptr, token, q_row_stride)
-    rows = address(positions_ptr + token) | address(q_row)
+    rows = address(q_row)
     if HAS_KV:
         kv_row = row_at(kv_c_ptr, token, kv_row_stride)
         pe_row = row_at(k_pe_ptr, token, k_pe_row_stride)
@@ -157,7 +157,7 @@ def norm_rope_kernel(
         rows |= address(index_row)
     if indexer_k_cache_ptr is not None:
         rows |= address(indexer_k_cache_ptr) | index_capacity
-    begin(rows | address(topk_indices_buffer_ptr), PDL)
+    begin(rows, PDL)
 
     # All loads of a token that need no other are in flight before the first of them is used.
     position = load_position(positions_ptr, token, do_index | do_kv)

@@ -26,7 +26,6 @@ from .rows import (
     as_bytes,
     begin,
     finite_amax_pieces,
-    grouped_program,
     load_cos_sin,
     load_pairs,
     load_pieces,
@@ -34,6 +33,7 @@ from .rows import (
     row_at,
     store_pairs,
     store_tail,
+    token_and_task,
 )
 
 
@@ -135,7 +135,7 @@ def query_kernel(
     INDEX_HEADS: tl.constexpr, INDEX_DIM: tl.constexpr, INDEX_ROPE_DIM: tl.constexpr,
     INDEX_INTERLEAVED: tl.constexpr,
     Q_PE_STEP: tl.constexpr, NOPE_STEP: tl.constexpr, INDEX_Q_STEP: tl.constexpr,
-    GROUP: tl.constexpr, TILE: tl.constexpr, INDEX_TILE: tl.constexpr,
+    FEW: tl.constexpr, TILE: tl.constexpr, INDEX_TILE: tl.constexpr,
     MQA_LIMIT: tl.constexpr, INDEX_LIMIT: tl.constexpr,
     FNUZ: tl.constexpr, SOFT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -148,7 +148,7 @@ def query_kernel(
     index_q_head_stride = head_stride(index_q_head_step, INDEX_Q_STEP)
     arguments = address(positions_ptr) | address(mqa_q_ptr) | address(index_weights_out_ptr)
     if QUANTIZE:
-        token, task = grouped_program(GROUP, MQA_TILES + INDEX_TILES)
+        token, task = token_and_task(MQA_TILES + INDEX_TILES, FEW)
         arguments |= address(row_at(q_pe_ptr, token, q_pe_row_stride))
         arguments |= address(row_at(ql_nope_ptr, token, nope_row_stride))
         if HAS_INDEX:
@@ -186,7 +186,7 @@ def query_kernel(
         # Every program has a share of both: a rope part alone is 128 bytes a head, too little for
         # the 6 programs that a multiprocessor starts per microsecond.
         TILES: tl.constexpr = MQA_TILES if MQA_TILES > INDEX_TILES else INDEX_TILES
-        token, task = grouped_program(GROUP, TILES)
+        token, task = token_and_task(TILES, FEW)
         # Not the rows' addresses too: ptxas would load cos and sin behind a reduction.
         begin(arguments, PDL)
         position = load_position(positions_ptr, token, True)

@@ -169,22 +169,21 @@ def finite_amax_pieces(a, b, c, d):
 
 
 @triton.jit
-def grouped_program(GROUP: tl.constexpr, TASKS: tl.constexpr):
+def token_and_task(TASKS: tl.constexpr, FEW: tl.constexpr):
     """(token, task) of this program of a grid (tokens, TASKS), 64-bit token.
 
-    Blocks start in the order of x, then y. Taken as they come, the first task of all tokens would
-    run before the second: the rows of a token, adjacent in memory, would be written far apart in
-    time. Renumbered, GROUP tokens do all their tasks before the next ones start.
+    Blocks start in the order of x, then y: the first task of all tokens, then the second. Up to FEW
+    tokens are 2 to 12 % faster that way. In a larger batch, which does not fit the L2 cache, the
+    rows of a token, adjacent in memory, would be written far apart in time: there all tasks of a
+    token come before the next token's.
     """
     num_tokens = tl.num_programs(0)
-    program = tl.program_id(1).to(tl.int64) * num_tokens + tl.program_id(0)
-    first = program // (GROUP * TASKS) * GROUP
-    member = (program % (GROUP * TASKS)).to(tl.int32)
-    # The last tokens, fewer than GROUP, take turns task by task: a division by their number would
-    # stand in front of the first load, and a decoding batch is nothing else.
-    whole = first + GROUP <= num_tokens
-    token = first + tl.where(whole, member % GROUP, member // TASKS)
-    return token, tl.where(whole, member // GROUP, member % TASKS)
+    token = tl.program_id(0).to(tl.int64)
+    task = tl.program_id(1)
+    few = num_tokens <= FEW
+    program = task.to(tl.int64) * num_tokens + token
+    token = tl.where(few, token, program // TASKS)
+    return token, tl.where(few, task, (program % TASKS).to(tl.int32))
 
 
 @triton.jit

@@ -33,13 +33,18 @@ NORM_ROPE_PARTS = {
 }
 # Four warps take 5 % longer at 16,384 tokens with the fill, 54 % without.
 NORM_ROPE_WARPS = 1
-QUERY_WARPS = 2
-# 8 heads: 20 % faster at 512 tokens of 16 heads, 15 % slower at 64 of 128, alike from 2,048 on.
+# Heads of a `fused_q` program. With more than 32 heads, fewer and larger programs: 17 % faster at
+# 128 tokens of 128 heads, where 16 heads would be 25 % slower.
 QUERY_HEAD_TILE = 4
-# Rope parts alone: with so many heads twice as many warps win 14 % at 1 token, 3 % at 512.
-QUERY_ROPE_ONLY_HEAD_TILE = 32
+QUERY_FEW_HEADS = 32
+QUERY_LARGE_HEAD_TILE = 8
+# Rope parts alone: a share of the heads beside a tile of the indexer's, this many at most.
+QUERY_LARGE_ROPE_TILE = 32
+# For the large tiles of either kind twice as many.
+QUERY_WARPS = 2
 QUERY_INDEX_TILE = 16
-QUERY_GROUP = 128
+# Up to here the tasks of a batch are done one after the other, for all tokens.
+QUERY_FEW_TOKENS = 512
 # A warp of a norm kernel holds this many elements of a row.
 NORM_ELEMENTS_PER_WARP = 2048
 
@@ -57,20 +62,21 @@ def norm_rope_grid(num_tokens: int, constants: Mapping[str, Any]) -> Grid:
 def query_tiles(heads: int, quantize: bool, index_heads: int) -> dict[str, int]:
     """Heads per program: enough bytes that every thread moves 16 at a time."""
     index_tile = min(QUERY_INDEX_TILE, _next_power_of_2(max(index_heads, 1)))
-    tile = QUERY_HEAD_TILE
-    if not quantize:
-        # Programs do a share of the query's heads and a tile of the indexer's.
+    if quantize:
+        tile = QUERY_HEAD_TILE if heads <= QUERY_FEW_HEADS else QUERY_LARGE_HEAD_TILE
+    else:
         share = -(-heads // max(-(-index_heads // index_tile), 1))
-        tile = min(QUERY_ROPE_ONLY_HEAD_TILE, _next_power_of_2(share))
+        tile = min(QUERY_LARGE_ROPE_TILE, _next_power_of_2(share))
     return {
-        "GROUP": QUERY_GROUP,
+        "FEW": QUERY_FEW_TOKENS,
         "TILE": min(tile, _next_power_of_2(heads)),
         "INDEX_TILE": index_tile,
     }
 
 
 def query_warps(constants: Mapping[str, Any]) -> int:
-    return QUERY_WARPS * (2 if constants["TILE"] == QUERY_ROPE_ONLY_HEAD_TILE else 1)
+    large = QUERY_LARGE_HEAD_TILE if constants["QUANTIZE"] else QUERY_LARGE_ROPE_TILE
+    return QUERY_WARPS * (2 if constants["TILE"] == large else 1)
 
 
 def query_grid(num_tokens: int, constants: Mapping[str, Any]) -> Grid:

@@ -31,7 +31,7 @@ from csrc_free_ops.numerics import (
     row_scale,
     tile_scale,
 )
-from csrc_free_ops.rows import grouped_program
+from csrc_free_ops.rows import token_and_task
 from dsv32_ops import launch
 from dsv32_ops.ops import mtp, norm_rope, query
 
@@ -157,7 +157,7 @@ def far_op(name, inputs, tokens):
     if table is not None:
         rows = "input_ids" if "input_ids" in far else "positions"
         far[rows][tokens] += FAR_TOKENS - table.shape[0]
-    with only(tokens, launch.QUERY_GROUP if name == "fused_q" else FAR_TOKENS):
+    with only(tokens, launch.QUERY_FEW_TOKENS if name == "fused_q" else FAR_TOKENS):
         results = op(name, far)
     for key, value in inputs.items():
         if isinstance(value, torch.Tensor):
@@ -195,12 +195,12 @@ def sparse(shape, strides, dtype):
 
 
 @contextlib.contextmanager
-def only(tokens, group):
+def only(tokens, few):
     """Run only the programs of these tokens.
 
     A program takes milliseconds, so the interpreter's loop over the grid is shortened; the grid
-    that a kernel sees, its program ids and its tensors stay those of the whole launch. `group`
-    tokens do all their tasks before the next ones start; all of them is the order of the grid.
+    that a kernel sees, its program ids and its tensors stay those of the whole launch. Up to `few`
+    tokens take the order of the grid.
     """
     from triton.runtime import interpreter
 
@@ -211,7 +211,7 @@ def only(tokens, group):
         def __init__(self, fn, arg_names, grid, *rest):
             num_tokens, tasks = grid[0], math.prod(grid[1:])
             programs = [
-                program_of(token, task, num_tokens, tasks, group)
+                program_of(token, task, num_tokens, tasks, few)
                 for token in tokens
                 for task in range(tasks)
             ]
@@ -227,27 +227,25 @@ def only(tokens, group):
         yield
 
 
-def program_of(token, task, num_tokens, tasks, group):
+def program_of(token, task, num_tokens, tasks, few):
     """(x, y) of the program that does a task of a token."""
-    first = token // group * group
-    member = task * group + token - first
-    if first + group > num_tokens:
-        member = (token - first) * tasks + task
-    number = first * tasks + member
+    if num_tokens <= few:
+        return token, task
+    number = token * tasks + task
     return number % num_tokens, number // num_tokens
 
 
 @triton.jit
-def grouped_kernel(out_ptr, GROUP: tl.constexpr, TASKS: tl.constexpr):
-    token, task = grouped_program(GROUP, TASKS)
+def order_kernel(out_ptr, TASKS: tl.constexpr, FEW: tl.constexpr):
+    token, task = token_and_task(TASKS, FEW)
     place = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     tl.store(out_ptr + token * TASKS + task, place)
 
 
-def grouped_order(num_tokens, tasks, group):
+def order_of_programs(num_tokens, tasks, few):
     """Place of each (token, task) in the order in which a GPU starts the programs of a grid."""
     out = torch.full((num_tokens, tasks), -1)
-    grouped_kernel[(num_tokens, tasks)](out, group, tasks)
+    order_kernel[(num_tokens, tasks)](out, tasks, few)
     return out
 
 
