@@ -11,7 +11,7 @@ import torch
 
 from . import checks, launch, models, testing
 from .bench.timing import Call, host_times
-from .ops import norm_rope, query
+from .ops import mtp, norm_rope, query
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +28,9 @@ def run(options: argparse.Namespace) -> int:
             testing.norm_rope_inputs(config, options.tokens, device=device), device
         ),
         "fused_q": _query(testing.q_inputs(config, options.tokens, 16, device=device), device),
+        "fused_eh_norm": _eh_norm(
+            testing.eh_norm_inputs(config, options.tokens, device=device), device
+        ),
     }
     if options.json:
         print(json.dumps({"device": str(device), "us": rows}, indent=1))
@@ -74,6 +77,26 @@ def _query(inputs: dict[str, Any], device: torch.device) -> dict[str, float]:
         kernel=query.query_kernel,
         num_warps=launch.query_warps(prepare()[2]),
         result=outputs,
+    )  # fmt: skip
+
+
+def _eh_norm(inputs: dict[str, Any], device: torch.device) -> dict[str, float]:
+    op = torch.ops.dsv32.fused_eh_norm
+    values = _positional(op, inputs)
+    out = mtp._eh_output(inputs["previous_hidden"])
+
+    def prepare() -> tuple[Any, ...]:
+        arranged = mtp._per_token(values)
+        return mtp.prepare_eh(*arranged, out=out, pdl=launch.use_pdl(device))[:3]
+
+    return _breakdown(
+        op, inputs, values, device,
+        check=lambda: checks.eh_norm(*values),
+        prepare=prepare,
+        allocate=lambda: mtp._eh_output(inputs["previous_hidden"]),
+        kernel=mtp.eh_norm_kernel,
+        num_warps=launch.norm_warps(out.shape[1] // 2),
+        result=out,
     )  # fmt: skip
 
 

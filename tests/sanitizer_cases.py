@@ -14,7 +14,7 @@ import torch
 from support import FNUZ, SMALL, TINY
 
 import dsv32_ops
-from dsv32_ops import testing
+from dsv32_ops import launch, testing
 from dsv32_ops.layouts import MLA_MODES
 
 DEVICE = "cuda"
@@ -44,8 +44,8 @@ def norm_rope_calls() -> Iterator[dict[str, Any]]:
         yield inputs(mode=mode, fp8_dtype=FNUZ)
     for config in (ODD, TINY, replace(SMALL, index_rope_interleave=True)):
         yield inputs(config)
-    # Above 1,024 tokens one program does all tasks of its token.
-    yield inputs(num_tokens=1_025)
+    # One program for all tasks of a token, as in large batches.
+    yield inputs(num_tokens=launch.NORM_ROPE_PARTS[True][-1][0] + 1)
     yield testing.norm_rope_inputs(SMALL, N, device=DEVICE, caches=False)
     yield testing.norm_rope_inputs(replace(SMALL, has_indexer=False), N, device=DEVICE)
     yield {**inputs(), "fill_topk": False}
@@ -55,8 +55,8 @@ def query_calls() -> Iterator[dict[str, Any]]:
     for quantize in (True, False):
         for config, heads in ((SMALL, 5), (ODD, 17), (TINY, 1)):
             yield testing.q_inputs(config, N, heads, device=DEVICE, quantize_mqa=quantize)
-    # Tokens are grouped by 128; the last group is short.
-    yield testing.q_inputs(SMALL, 130, 5, device=DEVICE)
+    # Token by token, as in large batches.
+    yield testing.q_inputs(SMALL, launch.QUERY_FEW_TOKENS + 1, 5, device=DEVICE)
     yield testing.q_inputs(SMALL, N, 5, device=DEVICE, fp8_dtype=FNUZ)
     yield testing.q_inputs(replace(SMALL, index_rope_interleave=True), N, 5, device=DEVICE)
     yield testing.q_inputs(replace(SMALL, has_indexer=False), N, 5, device=DEVICE)

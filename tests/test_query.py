@@ -41,7 +41,7 @@ from support import (
 )
 
 import dsv32_ops
-from dsv32_ops import reference, testing
+from dsv32_ops import launch, reference, testing
 from dsv32_ops.models import PRESETS, ModelConfig
 from dsv32_ops.testing import same_bytes
 
@@ -493,8 +493,9 @@ def test_token_counts_around_2_to_the_16(device, num_tokens):
     check_tiny(num_tokens, device)
 
 
-@device_cases("num_tokens", [127, 128, 129, 257])
-def test_token_counts_around_a_launch_group_of_128(device, num_tokens):
+@device_cases("beside", [-1, 0, 1])
+def test_token_counts_around_the_change_of_order(device, beside):
+    num_tokens = launch.QUERY_FEW_TOKENS + beside
     check_tiny(num_tokens, device)
     check(query(SMALL, num_tokens, 5, device))
 

@@ -33,6 +33,11 @@ class Launcher:
         pass
 
 
+class StreamFirst:
+    def __call__(self, stream, gridX, gridY, gridZ, function, *args):
+        pass
+
+
 class Compiled:
     function, packed_metadata = 1, ()
 
@@ -42,7 +47,7 @@ class Compiled:
 
 def test_an_unknown_launcher_is_left_alone() -> None:
     assert launch._known_launcher(Launcher)
-    others: list[Any] = [type(lambda grid, stream, *args: None), type(None), object]
+    others: list[Any] = [StreamFirst, type(lambda grid, stream, *args: None), type(None), object]
     assert not any(map(launch._known_launcher, others))
 
 
@@ -158,14 +163,13 @@ class Recorder:
         written = outputs if isinstance(outputs, tuple) else (outputs,)
         launch.forget_shortcuts()
         again = function(*args)
+        again = again if isinstance(again, tuple) else (again,)
         expected = self.long.pop()
-        renamed = dict(
-            zip(
-                map(_address, again if isinstance(again, tuple) else (again,)),
-                map(_address, written),
-                strict=True,
-            )
-        )
+        for ours, theirs in zip(written, again, strict=True):
+            assert (ours.shape, ours.stride(), ours.dtype) == (
+                theirs.shape, theirs.stride(), theirs.dtype
+            )  # fmt: skip
+        renamed = dict(zip(map(_address, again), map(_address, written), strict=True))
         assert taken == [
             renamed.get(value, value) if isinstance(value, int) else value for value in expected
         ]
@@ -269,13 +273,39 @@ def test_ids_of_several_dimensions_go_the_long_way(recorder) -> None:
     assert len(recorder.long) == 2 and not launch._shortcuts
 
 
-def test_an_unused_tensor_may_be_anything_again(recorder) -> None:
-    """One without strides or an address cannot be guarded, so such a call is not remembered."""
-    inputs = testing.q_inputs(CONFIG, 9, 16, quantize_mqa=False)
-    inputs["ql_nope"] = torch.zeros(9, 16, 512).to_sparse()
-    for _ in range(3):
-        query_op._cuda(*positional("fused_q", inputs))
-    assert len(recorder.long) == 3 and not launch._shortcuts
+def test_indices_need_not_be_aligned(recorder) -> None:
+    """As the kernel is compiled for any address of them."""
+    first, second = (
+        positional("fused_norm_rope", testing.norm_rope_inputs(CONFIG, 9, seed=s)) for s in (0, 1)
+    )
+    norm_rope_op._cuda(*first)
+    indices = [i for i, arg in enumerate(second) if _is_index(arg)]
+    assert len(indices) >= 2
+    for i in indices:
+        second[i] = torch.cat((second[i][:1], second[i]))[1:]
+    recorder.same(norm_rope_op._cuda, second)
+
+
+def _is_index(arg: Any) -> bool:
+    return isinstance(arg, torch.Tensor) and arg.dim() == 1 and not arg.is_floating_point()
+
+
+def test_a_call_whose_checks_read_addresses_is_not_remembered(recorder) -> None:
+    inputs = testing.norm_rope_inputs(CONFIG, 9, outs=True)
+    assert inputs["index_k_out"] is not None
+    arguments = torch.ops.dsv32.fused_norm_rope.default._schema.arguments
+    args = [inputs.get(a.name, a.default_value) for a in arguments]
+    for _ in range(2):
+        norm_rope_op._cuda(*args)
+    assert len(recorder.long) == 2 and not launch._shortcuts
+
+
+def test_nan_is_not_remembered(recorder) -> None:
+    """It equals no later one: every call would keep a shortcut that none takes."""
+    inputs = testing.eh_norm_inputs(CONFIG, 9)
+    for _ in range(2):
+        mtp_op._cuda_eh(*positional("fused_eh_norm", {**inputs, "eps": float("nan")}))
+    assert len(recorder.long) == 2 and not launch._shortcuts
 
 
 def test_an_unused_tensor_need_not_be_aligned(recorder) -> None:
@@ -409,7 +439,7 @@ def test_a_gradient_is_refused_after_calls_without(fallback, recorder, monkeypat
 
 
 def test_a_torch_without_the_guards(recorder, monkeypatch) -> None:
-    monkeypatch.setattr(launch, "_guards", None)
+    monkeypatch.setattr(launch, "_guards", object())
     args = [positional("fused_q", testing.q_inputs(CONFIG, 9, 16, seed=s)) for s in (0, 1)]
     query_op._cuda(*args[0])
     ((shortcut,),) = launch._shortcuts.values()
@@ -519,6 +549,29 @@ def test_query_outputs_are_the_same(shortcuts) -> None:
     launch.forget_shortcuts()
     for a, b in zip(short, torch.ops.dsv32.fused_q(**second), strict=True):
         assert testing.same_bytes(a, b) and a.stride() == b.stride() and a.shape == b.shape
+
+
+@gpu
+@pytest.mark.parametrize("op", MTP)
+def test_the_other_norms_give_the_same_bytes(op, shortcuts) -> None:
+    make, _, _ = MTP[op]
+    function = getattr(torch.ops.dsv32, op)
+    first, second = (make(CONFIG, 9, device="cuda", seed=s) for s in (0, 1))
+    function(**first)
+    ((shortcut,),) = shortcuts.values()
+    start, taken = shortcut.start, []
+
+    def recorded(stream: int, values: tuple[Any, ...]) -> None:
+        taken.append(values)
+        start(stream, values)
+
+    shortcut.start = recorded
+    short = function(**second)
+    assert len(taken) == 1
+    launch.forget_shortcuts()
+    long = function(**second)
+    for a, b in zip(*((x if isinstance(x, tuple) else (x,)) for x in (short, long)), strict=True):
+        assert testing.same_bytes(a, b) and a.shape == b.shape and a.stride() == b.stride()
 
 
 @gpu

@@ -213,7 +213,7 @@ def _traced_embed(
     checks.embed_norm(input_ids, embed_table, norm_weight, eps)
     residual, normed = _embed_outputs(input_ids, embed_table)
     grid, kernel_args, constants, num_warps = prepare_embed(
-        input_ids.reshape(-1), embed_table, norm_weight, eps, residual, normed, pdl=False
+        _flat(input_ids), embed_table, norm_weight, eps, residual, normed, pdl=False
     )
     wrap_triton(embed_norm_kernel)[grid.launch()](*kernel_args, **constants, num_warps=num_warps)
     return residual, normed

@@ -158,6 +158,7 @@ def _empty_output(q_c: Tensor) -> Tensor:
 
 def _cuda(*args: Any, q_c_out: Tensor | None = None) -> Tensor:
     given = args if q_c_out is None else (q_c_out, *args)
+    # Two names: without the defaults at their end both forms may have as many arguments.
     name = "fused_norm_rope" if q_c_out is None else "fused_norm_rope_out"
     shortcut = launch.find_shortcut(name, given)
     if shortcut is not None and (new := shortcut(given)) is not None:
