@@ -173,7 +173,7 @@ def token_and_task(TASKS: tl.constexpr, FEW: tl.constexpr):
     """(token, task) of this program of a grid (tokens, TASKS), 64-bit token.
 
     Blocks start in the order of x, then y: the first task of all tokens, then the second. Up to FEW
-    tokens are 2 to 12 % faster that way. In a larger batch, which does not fit the L2 cache, the
+    tokens are up to 12 % faster that way. In a larger batch, which does not fit the L2 cache, the
     rows of a token, adjacent in memory, would be written far apart in time: there all tasks of a
     token come before the next token's.
     """

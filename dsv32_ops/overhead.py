@@ -24,12 +24,37 @@ def run(options: argparse.Namespace) -> int:
     device = torch.device(options.device)
     config = models.PRESETS["deepseek-v3.2"]
     rows = {
-        "fused_norm_rope": _norm_rope(
-            testing.norm_rope_inputs(config, options.tokens, device=device), device
+        "fused_norm_rope": _breakdown(
+            torch.ops.dsv32.fused_norm_rope,
+            testing.norm_rope_inputs(config, options.tokens, device=device),
+            device,
+            check=checks.norm_rope,
+            allocate=lambda values: norm_rope._empty_output(values[1]),
+            prepare=lambda values, out, pdl: norm_rope.prepare(*values, q_c_out=out, pdl=pdl),
+            kernel=norm_rope.norm_rope_kernel,
+            warps=lambda constants: launch.NORM_ROPE_WARPS,
         ),
-        "fused_q": _query(testing.q_inputs(config, options.tokens, 16, device=device), device),
-        "fused_eh_norm": _eh_norm(
-            testing.eh_norm_inputs(config, options.tokens, device=device), device
+        "fused_q": _breakdown(
+            torch.ops.dsv32.fused_q,
+            testing.q_inputs(config, options.tokens, 16, device=device),
+            device,
+            check=checks.query,
+            allocate=lambda values: query._outputs(*values),
+            prepare=lambda values, outputs, pdl: query.prepare(*values, outputs=outputs, pdl=pdl),
+            kernel=query.query_kernel,
+            warps=launch.query_warps,
+        ),
+        "fused_eh_norm": _breakdown(
+            torch.ops.dsv32.fused_eh_norm,
+            testing.eh_norm_inputs(config, options.tokens, device=device),
+            device,
+            check=checks.eh_norm,
+            allocate=lambda values: mtp._eh_output(values[2]),
+            prepare=lambda values, out, pdl: mtp.prepare_eh(
+                *mtp._per_token(values), out=out, pdl=pdl
+            ),
+            kernel=mtp.eh_norm_kernel,
+            warps=lambda constants: launch.norm_warps(constants["DIM"]),
         ),
     }
     if options.json:
@@ -42,83 +67,27 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _norm_rope(inputs: dict[str, Any], device: torch.device) -> dict[str, float]:
-    op = torch.ops.dsv32.fused_norm_rope
-    values = _positional(op, inputs)
-    out = norm_rope._empty_output(inputs["q_c"])
-
-    def prepare() -> tuple[Any, ...]:
-        return norm_rope.prepare(*values, q_c_out=out, pdl=launch.use_pdl(device))
-
-    return _breakdown(
-        op, inputs, values, device,
-        check=lambda: checks.norm_rope(*values),
-        prepare=prepare,
-        allocate=lambda: norm_rope._empty_output(inputs["q_c"]),
-        kernel=norm_rope.norm_rope_kernel,
-        num_warps=launch.NORM_ROPE_WARPS,
-        result=out,
-    )  # fmt: skip
-
-
-def _query(inputs: dict[str, Any], device: torch.device) -> dict[str, float]:
-    op = torch.ops.dsv32.fused_q
-    values = _positional(op, inputs)
-    outputs = query._outputs(*values)
-
-    def prepare() -> tuple[Any, ...]:
-        return query.prepare(*values, outputs=outputs, pdl=launch.use_pdl(device))
-
-    return _breakdown(
-        op, inputs, values, device,
-        check=lambda: checks.query(*values),
-        prepare=prepare,
-        allocate=lambda: query._outputs(*values),
-        kernel=query.query_kernel,
-        num_warps=launch.query_warps(prepare()[2]),
-        result=outputs,
-    )  # fmt: skip
-
-
-def _eh_norm(inputs: dict[str, Any], device: torch.device) -> dict[str, float]:
-    op = torch.ops.dsv32.fused_eh_norm
-    values = _positional(op, inputs)
-    out = mtp._eh_output(inputs["previous_hidden"])
-
-    def prepare() -> tuple[Any, ...]:
-        arranged = mtp._per_token(values)
-        return mtp.prepare_eh(*arranged, out=out, pdl=launch.use_pdl(device))[:3]
-
-    return _breakdown(
-        op, inputs, values, device,
-        check=lambda: checks.eh_norm(*values),
-        prepare=prepare,
-        allocate=lambda: mtp._eh_output(inputs["previous_hidden"]),
-        kernel=mtp.eh_norm_kernel,
-        num_warps=launch.norm_warps(out.shape[1] // 2),
-        result=out,
-    )  # fmt: skip
-
-
 def _breakdown(
-    op: Any, inputs: dict[str, Any], values: tuple[Any, ...], device: torch.device, *,
-    check: Callable[[], Any], prepare: Callable[[], tuple[Any, ...]],
-    allocate: Callable[[], Any], kernel: Any, num_warps: int, result: Any,
+    op: Any, inputs: dict[str, Any], device: torch.device, *,
+    check: Callable[..., Any], allocate: Callable[..., Any], prepare: Callable[..., Any],
+    kernel: Any, warps: Callable[..., int],
 ) -> dict[str, float]:  # fmt: skip
     """Each part on its own, and whole calls. On a CPU a whole call is mostly the computation."""
-    grid, args, constants = prepare()
+    values = _positional(op, inputs)
+    outputs, pdl = allocate(values), launch.use_pdl(device)
+    grid, args, constants, *_ = prepare(values, outputs, pdl)
     name = op.default._schema.name.removeprefix("dsv32::")
     passed = _without_defaults(op, values)
     parts: dict[str, Call] = {
-        "dispatcher (a kernel that does nothing)": _dispatch_only(op, values, result),
-        "allocation of the outputs": allocate,
+        "dispatcher (a kernel that does nothing)": _dispatch_only(op, values, outputs),
+        "allocation of the outputs": lambda: allocate(values),
         "search for the shortcut": lambda: launch.find_shortcut(name, passed),
-        "first call of its kind: checks": check,
-        "first call of its kind: preparation": prepare,
+        "first call of its kind: checks": lambda: check(*values),
+        "first call of its kind: preparation": lambda: prepare(values, outputs, pdl),
     }
     if device.type == "cuda":
         parts["first call of its kind: Triton's launch"] = lambda: launch.launch(
-            kernel, grid, args, constants, device, num_warps
+            kernel, grid, args, constants, device, warps(constants)
         )
     parts["whole call, keywords"] = lambda: op(**inputs)
     parts["whole call, positional"] = lambda: op(*values)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import dsv32_ops
-from dsv32_ops import layouts, testing
+from dsv32_ops import layouts, overhead, testing
 from dsv32_ops.__main__ import main
 from dsv32_ops.models import PRESETS
 from dsv32_ops.verify import TOKENS, Job, Result, command, entries, exact, run
@@ -267,6 +267,20 @@ def test_help(name, capsys) -> None:
     assert "usage: dsv32-ops" in out
     if name in (None, "bench"):
         assert "examples:" in out
+
+
+def test_overhead_takes_calls_apart(monkeypatch, capsys) -> None:
+    def once(calls: list[Callable[[], Any]], device: torch.device) -> list[float]:
+        for call in calls:
+            call()
+        return [1.0] * len(calls)
+
+    monkeypatch.setattr(overhead, "host_times", once)
+    assert main(["overhead", "--device", "cpu", "--tokens", "3", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["us"]
+    assert rows.keys() == {"fused_norm_rope", "fused_q", "fused_eh_norm"}
+    for parts in rows.values():
+        assert parts.keys() == rows["fused_q"].keys() and "whole call, keywords" in parts
 
 
 def test_core_dependencies_are_enough() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from support import BF16, FN, FNUZ, FP16, FP32, PER_TOKEN, SMALL, TINY, generator, model
 
-from dsv32_ops import reference, testing
+from dsv32_ops import launch, reference, testing
 from dsv32_ops.layouts import MLA_MODES, IndexerCache, mla_layout
 from dsv32_ops.testing import POISON_BYTE, as_bytes, canary_cache, changed_canaries, poison
 
@@ -218,6 +218,7 @@ QUERY = {
     "odd sizes": dict(config=ODD, index_weights_dtype=FP32),
     "smallest sizes": dict(config=TINY),
     "tiles that heads do not fill": dict(config=model(index_heads=37), num_heads=19),
+    "large tiles that heads do not fill": dict(num_heads=launch.QUERY_FEW_HEADS + 3),
     "bf16, tiles": dict(config=model(kv_lora_rank=8), num_heads=70, quantize_mqa=False),
 }
 
