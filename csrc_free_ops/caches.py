@@ -13,10 +13,10 @@ from .numerics import (
     e2m1_code,
     e4m3_code,
     e4m3_value,
-    finite_amax,
     pow2_exponent,
     pow2_reciprocal,
     reciprocal,
+    row_amax,
     tile_scale,
 )
 from .rows import as_bytes, store_pairs
@@ -70,7 +70,7 @@ def store_fp8_ds_mla_entry(
     TILE: tl.constexpr = kv.shape[1]
     entry = as_bytes(entry)
     tiles = tl.arange(0, TILES)
-    scale = tile_scale(finite_amax(kv), LIMIT)
+    scale = tile_scale(row_amax(kv), LIMIT)
     codes = e4m3_code(kv * pow2_reciprocal(scale)[:, None], LIMIT, FNUZ, SOFT)
     tl.store(entry + tiles[:, None] * TILE + tl.arange(0, TILE)[None, :], codes, mask=live)
     scales = (entry + KV_DIM).to(tl.pointer_type(tl.float32))
@@ -88,13 +88,13 @@ def store_nvfp4_ds_mla_entry(
     BLOCKS: tl.constexpr = kv.shape[0]
     entry = as_bytes(entry)
     blocks = tl.arange(0, BLOCKS)
-    amax = finite_amax(kv)
-    scale_code = e4m3_code(tl.maximum(divide_by(amax, 6), 0.001953125), 448.0, False, SOFT)
+    ratio = tl.maximum(divide_by(row_amax(kv), 6), 0.001953125)
+    scale_code = e4m3_code(ratio, 448.0, False, SOFT)
     inverse = reciprocal(e4m3_value(scale_code))
-    codes = e2m1_code(kv * inverse[:, None])
+    codes = e2m1_code(kv * inverse[:, None], SOFT)
     low, high = tl.split(tl.reshape(codes, (BLOCKS, 8, 2)))
     payload = entry + blocks[:, None] * 8 + tl.arange(0, 8)[None, :]
-    tl.store(payload, low | (high << 4), mask=live)
+    tl.store(payload, (low + (high << 4)).to(tl.uint8), mask=live)
     rope = entry + KV_DIM // 2
     a = e4m3_code(a, 448.0, False, SOFT)
     b = e4m3_code(b, 448.0, False, SOFT)

@@ -35,9 +35,9 @@ from .numerics import (
 )
 from .rows import (
     address,
+    amax_pieces,
     as_bytes,
     begin,
-    finite_amax_pieces,
     load_cos_sin,
     load_pairs,
     load_pieces,
@@ -247,7 +247,7 @@ def norm_rope_kernel(
                 )
                 store_tail(out, True, i_c.to(dtype), i_d.to(dtype), INDEX_DIM, INDEX_ROPE_DIM)
             if indexer_k_cache_ptr is not None:
-                scale = row_scale(finite_amax_pieces(i_a, i_b, i_c, i_d), INDEX_LIMIT)[:, None]
+                scale = row_scale(amax_pieces(i_a, i_b, i_c, i_d), INDEX_LIMIT)[:, None]
                 inverse = pow2_reciprocal(scale)
                 block = index_slot // INDEX_BLOCK_SIZE
                 block = row_at(as_bytes(indexer_k_cache_ptr), block, index_block_stride)

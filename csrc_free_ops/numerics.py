@@ -9,8 +9,6 @@ or steps of `tl.fma`. The eager op and the traced kernel then agree bit for bit.
 import triton
 import triton.language as tl
 
-FP32_MAX = tl.constexpr(3.4028234663852886e38)
-
 
 @triton.jit
 def widen(x):
@@ -62,8 +60,10 @@ def newton_reciprocal(x, y):
     Correctly rounded for a normal x, but for one with a mantissa of ones. `div_rn` takes 10
     instructions and a branch to a slow path, which splits the schedule of a kernel.
     """
-    y = tl.fma(y, tl.fma(-x, y, 1.0), y)
-    return tl.fma(y, tl.fma(-x, y, 1.0), y)
+    # Triton's unary minus is 0 - x, an instruction; this one is part of the next.
+    minus_x = x * -1.0
+    y = tl.fma(y, tl.fma(minus_x, y, 1.0), y)
+    return tl.fma(y, tl.fma(minus_x, y, 1.0), y)
 
 
 @triton.jit
@@ -95,7 +95,7 @@ def inverse_rms(sum_of_squares, eps, SIZE: tl.constexpr, BRANCH: tl.constexpr):
 def _inverse_root(x):
     y = tl.rsqrt(x)
     root = x * y
-    root = tl.fma(tl.fma(-root, root, x), y * 0.5, root)
+    root = tl.fma(tl.fma(root * -1.0, root, x), y * 0.5, root)
     return newton_reciprocal(root, y)
 
 
@@ -111,18 +111,19 @@ def rotate(a, b, cos, sin):
 
 
 @triton.jit
-def finite_amax(x):
-    """amax over axis 1 in which NaN does not count and infinity is the largest finite fp32.
+def row_amax(x):
+    """amax over axis 1 in which NaN does not count; NaN if there is nothing else.
 
-    Reductions ignore NaN (max.f32 and v_max_f32 return the other operand), unless all are NaN.
+    Reductions ignore NaN: max.f32 and v_max_f32 return the other operand. So do the maxima below,
+    by which a row of NaN has the scale of zeros.
     """
-    amax = tl.max(tl.abs(x), axis=1)
-    return tl.where(amax != amax, 0.0, tl.minimum(amax, FP32_MAX))
+    return tl.max(tl.abs(x), axis=1)
 
 
 @triton.jit
 def _pow2ceil_ratio_bits(amax, LIMIT: tl.constexpr):
-    """Bits of the smallest power of two >= amax / LIMIT, for LIMIT = 1.75 * 2^k.
+    """Bits of the smallest power of two >= amax / LIMIT, for LIMIT = 1.75 * 2^k; an infinite amax
+    counts as the largest finite one.
 
     The carry into the exponent starts behind a mantissa of 1.75. No input of 2^31 is different with
     a correctly rounded division; exp2(ceil(log2(ratio))) picks the wrong power for 904 of 2,278
@@ -155,17 +156,15 @@ def row_scale(amax, LIMIT: tl.constexpr):
 @triton.jit
 def tile_scale(amax, LIMIT: tl.constexpr):
     """ds_mla scale: the floor of 1e-4 is on the ratio, so a zero tile has 2^-13."""
-    FLOOR: tl.constexpr = (127 - 13) << 23
-    bits = tl.maximum(_pow2ceil_ratio_bits(amax, LIMIT), FLOOR)
-    return bits.to(tl.float32, bitcast=True)
+    floored = tl.maximum(amax, LIMIT * 0.0001220703125)
+    return _pow2ceil_ratio_bits(floored, LIMIT).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def reciprocal(x):
-    """1 / x for x in [2^-100, 2^100], 0 and infinity; see `newton_reciprocal`."""
+    """1 / x for x in [2^-100, 2^100]; see `newton_reciprocal`."""
     y = tl.rsqrt(x)
-    result = newton_reciprocal(x, y * y)
-    return tl.where(result == result, result, y)
+    return newton_reciprocal(x, y * y)
 
 
 @triton.jit
@@ -184,12 +183,14 @@ def split_reciprocal(scale):
     power = (power_bits | (bits & -0x80000000)).to(tl.float32, bitcast=True)
     mantissa = tl.where(tl.abs(scale) == float("inf"), 1.0, scale * power)
     inverse = reciprocal(mantissa)
+    # Of 0 it is NaN.
+    inverse = tl.where(inverse == inverse, inverse, tl.rsqrt(mantissa))
     bits = inverse.to(tl.int32, bitcast=True)
-    too_large = tl.fma(-inverse, mantissa, 1.0) < 0.0
+    too_large = tl.fma(inverse * -1.0, mantissa, 1.0) < 0.0
     high = tl.where(too_large, bits - 1, bits).to(tl.float32, bitcast=True)
-    rest = tl.fma(-high, mantissa, 1.0)
+    rest = tl.fma(high * -1.0, mantissa, 1.0)
     low = rest * inverse
-    low = tl.fma(tl.fma(-low, mantissa, rest), inverse, low)
+    low = tl.fma(tl.fma(low * -1.0, mantissa, rest), inverse, low)
     low_bits = low.to(tl.int32, bitcast=True)
     # 1.5 - 2^-23 is the one mantissa for which low has to be rounded down (x = 1.25 scale).
     one_and_a_half = mantissa.to(tl.int32, bitcast=True) == 0x3FBFFFFF
@@ -255,25 +256,27 @@ def _soft_e4m3_code(x, LIMIT: tl.constexpr, FNUZ: tl.constexpr):
 @triton.jit
 def e4m3_value(code):
     """fp32 value of a non-negative finite e4m3fn code."""
-    code = code.to(tl.int32)
-    normal = ((code << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-    return tl.where(code < 8, code.to(tl.float32) * 0.001953125, normal)
+    # Its exponent and mantissa are in the places of fp32's, also of a denormal.
+    scaled = (code.to(tl.int32) << 20).to(tl.float32, bitcast=True)
+    return scaled * 1329227995784915872903807060280344576.0
 
 
 @triton.jit
-def e2m1_code(x):
-    """e2m1 nibble of an fp32 value: nearest even, saturating at 6, NaN becomes +6 (code 7).
+def e2m1_code(x, SOFT: tl.constexpr):
+    """e2m1 code of an fp32 product, in the low byte: nearest even, saturating at 6, NaN becomes +6.
 
-    e2m1's step is 0.5 below 2, then 1, then 2. Adding the power of two whose fp32 ulp is that step
-    lets the adder round.
+    The codes of 0 to 2, 2 to 4 and 4 to 6 are 2|x|, |x| + 2 and |x| / 2 + 4, of which the smallest
+    is the right one. Added to 2^23, each is rounded once, to an integer in the low bits. Seven
+    instructions, three of them FMA; Hopper has none for the conversion.
     """
-    # NaN loses every comparison, so that the first one turns it into 6.
-    x = tl.maximum(tl.minimum(x, 6.0), -6.0)
-    bits = x.to(tl.int32, bitcast=True)
-    # 2^(22 + e) has that ulp, for exponents e of 0 (all of |x| < 2), 1 and 2. 2e such steps on top
-    # make the sum's low bits the code: 1 is code 2, 2 is code 4, and 4 is code 6.
-    exponent = tl.maximum(bits & 0x7F800000, 0x3F800000)
-    magic = exponent + (exponent >> 22) + (0x0B000000 - 254)
-    rounded = tl.abs(x) + magic.to(tl.float32, bitcast=True)
-    code = rounded.to(tl.int32, bitcast=True) & 7
-    return (code | ((bits >> 28) & 8)).to(tl.uint8)
+    if SOFT:
+        # Elsewhere a NaN may be negative; NVIDIA's products have but one NaN, 0x7FFFFFFF.
+        x = tl.where(x != x, 6.0, x)
+    # NaN loses this comparison.
+    size = tl.minimum(tl.abs(x), 6.0)
+    halves = tl.fma(size, 2.0, 8388608.0).to(tl.int32, bitcast=True)
+    ones = (size + 8388610.0).to(tl.int32, bitcast=True)
+    twos = tl.fma(size, 0.5, 8388612.0).to(tl.int32, bitcast=True)
+    # As integers, since there is an instruction for the smallest of three.
+    code = tl.minimum(tl.minimum(halves, ones), twos)
+    return code | ((x.to(tl.int32, bitcast=True) >> 28) & 8)

@@ -23,9 +23,9 @@ from .numerics import (
 )
 from .rows import (
     address,
+    amax_pieces,
     as_bytes,
     begin,
-    finite_amax_pieces,
     load_cos_sin,
     load_pairs,
     load_pieces,
@@ -103,7 +103,7 @@ def store_index_query(
     mask = heads < HEADS
     c = widen(c)
     d = widen(d)
-    scale = row_scale(finite_amax_pieces(a, b, c, d), LIMIT)[:, None]
+    scale = row_scale(amax_pieces(a, b, c, d), LIMIT)[:, None]
     inverse = pow2_reciprocal(scale)
     out = as_bytes(out_ptr) + (token * HEADS + heads) * DIM
     a = e4m3_code(a * inverse, LIMIT, FNUZ, SOFT)

@@ -8,7 +8,7 @@ pairs are split and joined in registers, half-split ones are two contiguous piec
 import triton
 import triton.language as tl
 
-from .numerics import finite_amax, inverse_rms, square_sum, widen
+from .numerics import inverse_rms, row_amax, square_sum, widen
 
 
 @triton.jit
@@ -157,14 +157,14 @@ def sum_pieces(ab, cd):
 
 
 @triton.jit
-def finite_amax_pieces(a, b, c, d):
-    """Row amax [ROWS] over four pieces; see `finite_amax`."""
+def amax_pieces(a, b, c, d):
+    """Row amax [ROWS] over four pieces; see `row_amax`."""
     ab = tl.maximum(tl.abs(a), tl.abs(b))
     cd = tl.maximum(tl.abs(c), tl.abs(d))
     if ab.shape[1] == cd.shape[1]:
-        amax = finite_amax(tl.maximum(ab, cd))
+        amax = row_amax(tl.maximum(ab, cd))
     else:
-        amax = tl.maximum(finite_amax(ab), finite_amax(cd))
+        amax = tl.maximum(row_amax(ab), row_amax(cd))
     return amax
 
 

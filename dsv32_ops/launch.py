@@ -10,7 +10,7 @@ import math
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -46,7 +46,7 @@ QUERY_INDEX_TILE = 16
 # Up to here the tasks of a batch are done one after the other, for all tokens.
 QUERY_FEW_TOKENS = 512
 # A warp of a norm kernel holds this many elements of a row.
-NORM_ELEMENTS_PER_WARP = 2048
+NORM_ELEMENTS_PER_WARP = 1024
 
 
 def norm_rope_grid(num_tokens: int, constants: Mapping[str, Any]) -> Grid:
@@ -155,6 +155,45 @@ def launch(
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     with torch.cuda.device(device) if elsewhere else contextlib.nullcontext():
         return kernel[shape](*args, **constants, **options)
+
+
+class Call(NamedTuple):
+    """A checked call, ready to be launched."""
+
+    kernel: Any
+    grid: Grid
+    args: tuple[Any, ...]
+    constants: Mapping[str, Any]
+    num_warps: int
+    device: torch.device
+    # What the call allocated.
+    outputs: tuple[Tensor, ...]
+    # Whether the next one like it needs no check.
+    repeatable: bool = True
+
+
+Prepare = Callable[[tuple[Any, ...], tuple[Tensor, ...]], Call]
+
+
+def run(
+    name: str, args: tuple[Any, ...], outs: tuple[Tensor, ...], prepare: Prepare
+) -> Sequence[Tensor]:
+    """Do an op's call as the dispatcher makes it, and return the outputs: `outs` if there are any.
+
+    `prepare` checks and prepares a call whose like has not been seen. An op and its `_out` form may
+    share a name if they never have as many arguments.
+    """
+    given = (*outs, *args) if outs else args
+    shortcut = find_shortcut(name, given)
+    if shortcut is not None and (new := shortcut(given)) is not None:
+        return outs or new
+    call = prepare(args, outs)
+    compiled = launch(
+        call.kernel, call.grid, call.args, call.constants, call.device, call.num_warps
+    )
+    if call.repeatable and compiled is not None:
+        remember(name, given, call, compiled)
+    return outs or call.outputs
 
 
 class Shortcut:
@@ -329,18 +368,14 @@ def forget_shortcuts() -> None:
     _latest.clear()
 
 
-def remember(
-    name: str, compiled: Any, kernel: Any, grid: Grid, args: Sequence[Any],
-    outputs: Sequence[Tensor], kernel_args: Sequence[Any], constants: Mapping[str, Any],
-    device: torch.device,
-) -> None:  # fmt: skip
+def remember(name: str, args: Sequence[Any], call: Call, compiled: Any) -> None:
     """Keep a shortcut for calls like the one just launched, if everything about it is known.
 
-    `outputs` are the tensors that the call allocated. One that goes to the kernel, here or from
-    `args`, must be the very object: a view made for the launch has an address of its own.
+    A tensor that goes to the kernel, from the outputs or `args`, must be the very object: a view
+    made for the launch has an address of its own.
     """
     needed = (_empty_strided, _current_device, _raw_stream)
-    if compiled is None or torch.version.hip is not None or None in needed:
+    if torch.version.hip is not None or None in needed:
         return
     key = ((name, len(args)), args[0].shape)
     alike = _shortcuts.get(key, [])
@@ -349,11 +384,11 @@ def remember(
     # A NaN equals no later one.
     if any(isinstance(arg, float) and arg != arg for arg in args):
         return
-    candidates = [*outputs, *args]
+    candidates = [*call.outputs, *args]
     sources = {}
-    for slot, arg in enumerate(kernel_args):
+    for slot, arg in enumerate(call.args):
         if isinstance(arg, Tensor):
-            mask = 0 if kernel.params[slot].do_not_specialize_on_alignment else 15
+            mask = 0 if call.kernel.params[slot].do_not_specialize_on_alignment else 15
             index = next((i for i, candidate in enumerate(candidates) if candidate is arg), None)
             if index is None or arg.data_ptr() & mask:
                 return
@@ -363,10 +398,11 @@ def remember(
     launcher: Any = type(compiled.run)
     if not _known_launcher(launcher):
         return
-    values = [None if isinstance(arg, Tensor) else arg for arg in kernel_args]
+    values = [None if isinstance(arg, Tensor) else arg for arg in call.args]
     shortcut = Shortcut(
-        compiled, grid, args, outputs, sources, [*values, *constants.values()], device.index
-    )
+        compiled, call.grid, args, call.outputs, sources,
+        [*values, *call.constants.values()], call.device.index,
+    )  # fmt: skip
     if not shortcut.matches(args):
         return
     if len(_shortcuts) >= MAX_SHORTCUTS:

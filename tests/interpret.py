@@ -25,7 +25,6 @@ from csrc_free_ops.numerics import (
     e2m1_code,
     e4m3_code,
     e4m3_value,
-    finite_amax,
     pow2_exponent,
     pow2_reciprocal,
     row_scale,
@@ -283,7 +282,7 @@ def code_kernel(
     if FUNCTION == "e4m3_code":
         y = e4m3_code(x, LIMIT, FNUZ, SOFT)
     elif FUNCTION == "e2m1_code":
-        y = e2m1_code(x)
+        y = e2m1_code(x, SOFT).to(tl.uint8)
     elif FUNCTION == "e4m3_value":
         y = e4m3_value(x)
     elif FUNCTION == "row_scale":
@@ -292,11 +291,9 @@ def code_kernel(
         y = tile_scale(x, LIMIT)
     elif FUNCTION == "pow2_reciprocal":
         y = pow2_reciprocal(x)
-    elif FUNCTION == "pow2_exponent":
-        y = pow2_exponent(x)
     else:
-        tl.static_assert(FUNCTION == "finite_amax")
-        y = finite_amax(x[:, None])
+        tl.static_assert(FUNCTION == "pow2_exponent")
+        y = pow2_exponent(x)
     tl.store(out_ptr + index, y, mask=mask)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -76,51 +75,35 @@ def _flat(ids: Tensor) -> Tensor:
     return ids if ids.dim() == 1 else ids.reshape(-1)
 
 
-# An op and its `_out` form share a name for shortcuts: they differ in their number of arguments.
-def _cuda_eh(*args: Any, out: Tensor | None = None) -> Tensor:
-    return _launch_eh("fused_eh_norm", checks.eh_norm, _per_token, args, out)
+def _first_eh(args: tuple[Any, ...], outs: tuple[Tensor, ...]) -> launch.Call:
+    checks.eh_norm(*args, out=outs[0] if outs else None)
+    return _call_eh(_per_token(args), outs)
 
 
-def _cuda_embed_eh(*args: Any, out: Tensor | None = None) -> Tensor:
-    return _launch_eh("fused_embed_eh_norm", checks.embed_eh_norm, _gathered, args, out)
+def _first_embed_eh(args: tuple[Any, ...], outs: tuple[Tensor, ...]) -> launch.Call:
+    checks.embed_eh_norm(*args, out=outs[0] if outs else None)
+    inputs = _gathered(args)
+    _, ids, embed_table, *_ = inputs
+    if platform.check_device_data():
+        checks.ids_in_range(ids, "input_ids", embed_table.shape[0])
+    return _call_eh(inputs, outs)
 
 
-def _launch_eh(
-    name: str, check: Callable[..., None], arrange: Callable[..., tuple[Any, ...]],
-    args: tuple[Any, ...], out: Tensor | None,
-) -> Tensor:  # fmt: skip
-    given = args if out is None else (out, *args)
-    shortcut = launch.find_shortcut(name, given)
-    if shortcut is not None and (new := shortcut(given)) is not None:
-        return new[0] if out is None else out
-    check(*args, out=out)
-    inputs = arrange(args)
-    _, ids, embeds, previous_hidden, *_ = inputs
-    if ids is not None and platform.check_device_data():
-        checks.ids_in_range(ids, "input_ids", embeds.shape[0])
-    written = _eh_output(previous_hidden) if out is None else out
-    device = written.device
+def _call_eh(inputs: tuple[Any, ...], outs: tuple[Tensor, ...]) -> launch.Call:
+    previous_hidden = inputs[3]
+    out = outs[0] if outs else _eh_output(previous_hidden)
+    device = out.device
     grid, kernel_args, constants, num_warps = prepare_eh(
-        *inputs, out=written, pdl=launch.use_pdl(device)
+        *inputs, out=out, pdl=launch.use_pdl(device)
     )
-    compiled = launch.launch(eh_norm_kernel, grid, kernel_args, constants, device, num_warps)
-    launch.remember(
-        name, compiled, eh_norm_kernel, grid, given, [written] if out is None else [],
-        kernel_args, constants, device,
-    )  # fmt: skip
-    return written
+    return launch.Call(
+        eh_norm_kernel, grid, kernel_args, constants, num_warps, device, () if outs else (out,)
+    )
 
 
-def _cuda_embed(
-    *args: Any, residual_out: Tensor | None = None, normed_out: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    outs = () if residual_out is None or normed_out is None else (residual_out, normed_out)
-    given = (*outs, *args)
-    shortcut = launch.find_shortcut("fused_embed_norm", given)
-    if shortcut is not None and (new := shortcut(given)) is not None:
-        residual, normed = outs or new
-        return residual, normed
-    checks.embed_norm(*args, residual_out=residual_out, normed_out=normed_out)
+def _first_embed(args: tuple[Any, ...], outs: tuple[Tensor, ...]) -> launch.Call:
+    given = outs or (None, None)
+    checks.embed_norm(*args, residual_out=given[0], normed_out=given[1])
     input_ids, embed_table, norm_weight, eps = args
     input_ids = _flat(input_ids)
     if platform.check_device_data():
@@ -130,11 +113,24 @@ def _cuda_embed(
     grid, kernel_args, constants, num_warps = prepare_embed(
         input_ids, embed_table, norm_weight, eps, residual, normed, pdl=launch.use_pdl(device)
     )
-    compiled = launch.launch(embed_norm_kernel, grid, kernel_args, constants, device, num_warps)
-    launch.remember(
-        "fused_embed_norm", compiled, embed_norm_kernel, grid, given,
-        [] if outs else [residual, normed], kernel_args, constants, device,
-    )  # fmt: skip
+    new = () if outs else (residual, normed)
+    return launch.Call(embed_norm_kernel, grid, kernel_args, constants, num_warps, device, new)
+
+
+def _cuda_eh(*args: Any, out: Tensor | None = None) -> Tensor:
+    return launch.run("fused_eh_norm", args, () if out is None else (out,), _first_eh)[0]
+
+
+def _cuda_embed_eh(*args: Any, out: Tensor | None = None) -> Tensor:
+    outs = () if out is None else (out,)
+    return launch.run("fused_embed_eh_norm", args, outs, _first_embed_eh)[0]
+
+
+def _cuda_embed(
+    *args: Any, residual_out: Tensor | None = None, normed_out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    outs = () if residual_out is None or normed_out is None else (residual_out, normed_out)
+    residual, normed = launch.run("fused_embed_norm", args, outs, _first_embed)
     return residual, normed
 
 

@@ -156,29 +156,27 @@ def _empty_output(q_c: Tensor) -> Tensor:
     return q_c.new_empty(q_c.shape)
 
 
-def _cuda(*args: Any, q_c_out: Tensor | None = None) -> Tensor:
-    given = args if q_c_out is None else (q_c_out, *args)
-    # Two names: without the defaults at their end both forms may have as many arguments.
-    name = "fused_norm_rope" if q_c_out is None else "fused_norm_rope_out"
-    shortcut = launch.find_shortcut(name, given)
-    if shortcut is not None and (new := shortcut(given)) is not None:
-        return new[0] if q_c_out is None else q_c_out
+def _first(args: tuple[Any, ...], outs: tuple[Tensor, ...]) -> launch.Call:
+    q_c_out = outs[0] if outs else None
     checks.norm_rope(*args, q_c_out=q_c_out)
     if platform.check_device_data():
         checks.norm_rope_data(*args)
     device = args[1].device
     written = _empty_output(args[1]) if q_c_out is None else q_c_out
     grid, kernel_args, constants = prepare(*args, q_c_out=written, pdl=launch.use_pdl(device))
-    compiled = launch.launch(
-        norm_rope_kernel, grid, kernel_args, constants, device, launch.NORM_ROPE_WARPS
-    )
     # Whether index_k_out overlaps index_k depends on addresses, which a shortcut does not compare.
-    if dict(zip(_NAMES, args, strict=False)).get("index_k_out") is None:
-        launch.remember(
-            name, compiled, norm_rope_kernel, grid, given, [written] if q_c_out is None else [],
-            kernel_args, constants, device,
-        )  # fmt: skip
-    return written
+    repeatable = dict(zip(_NAMES, args, strict=False)).get("index_k_out") is None
+    return launch.Call(
+        norm_rope_kernel, grid, kernel_args, constants, launch.NORM_ROPE_WARPS, device,
+        () if outs else (written,), repeatable,
+    )  # fmt: skip
+
+
+def _cuda(*args: Any, q_c_out: Tensor | None = None) -> Tensor:
+    if q_c_out is None:
+        return launch.run("fused_norm_rope", args, (), _first)[0]
+    # Without the defaults at their end both forms may have as many arguments.
+    return launch.run("fused_norm_rope_out", args, (q_c_out,), _first)[0]
 
 
 def _cpu(*args: Any, q_c_out: Tensor | None = None) -> Tensor:

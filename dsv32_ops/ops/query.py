@@ -140,11 +140,7 @@ def _outputs(
     )
 
 
-def _cuda(*args: Any) -> Outputs:
-    shortcut = launch.find_shortcut("fused_q", args)
-    if shortcut is not None and (written := shortcut(args)) is not None:
-        index_q_fp8, index_weights_out, mqa_q = written
-        return index_q_fp8, index_weights_out, mqa_q
+def _first(args: tuple[Any, ...], _: tuple[Tensor, ...]) -> launch.Call:
     checks.query(*args)
     if platform.check_device_data():
         checks.query_data(*args)
@@ -152,11 +148,12 @@ def _cuda(*args: Any) -> Outputs:
     device = args[1].device
     grid, kernel_args, constants = prepare(*args, outputs=outputs, pdl=launch.use_pdl(device))
     warps = launch.query_warps(constants)
-    compiled = launch.launch(query_kernel, grid, kernel_args, constants, device, warps)
-    launch.remember(
-        "fused_q", compiled, query_kernel, grid, args, outputs, kernel_args, constants, device
-    )
-    return outputs
+    return launch.Call(query_kernel, grid, kernel_args, constants, warps, device, outputs)
+
+
+def _cuda(*args: Any) -> Outputs:
+    index_q_fp8, index_weights, mqa_q = launch.run("fused_q", args, (), _first)
+    return index_q_fp8, index_weights, mqa_q
 
 
 def _cpu(*args: Any) -> Outputs:
