@@ -17,9 +17,10 @@ from .numerics import (
     pow2_reciprocal,
     reciprocal,
     row_amax,
+    row_scale,
     tile_scale,
 )
-from .rows import as_bytes, store_pairs
+from .rows import amax_pieces, as_bytes, store_pairs
 
 
 @triton.jit
@@ -103,6 +104,22 @@ def store_nvfp4_ds_mla_entry(
 
 
 @triton.jit
+def store_entry(
+    entry, live, kv, a, b,
+    KV_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, MODE: tl.constexpr,
+    LIMIT: tl.constexpr, FNUZ: tl.constexpr, SOFT: tl.constexpr,
+):  # fmt: skip
+    """An entry of a cache that brings no scale of its own."""
+    if MODE == "float":
+        store_float_entry(entry, live, kv, a, b, KV_DIM, ROPE_DIM)
+    elif MODE == "fp8_ds_mla":
+        store_fp8_ds_mla_entry(entry, live, kv, a, b, KV_DIM, ROPE_DIM, LIMIT, FNUZ, SOFT)
+    else:
+        tl.static_assert(MODE == "nvfp4_ds_mla")
+        store_nvfp4_ds_mla_entry(entry, live, kv, a, b, KV_DIM, ROPE_DIM, SOFT)
+
+
+@triton.jit
 def index_code_offset(in_block, dims, HEAD_DIM: tl.constexpr, SHUFFLED: tl.constexpr):
     """Byte of code `dims` of token `in_block`, from the start of its block."""
     if SHUFFLED:
@@ -154,3 +171,24 @@ def store_index_scale(
     if UE8M0:
         bits = pow2_exponent(scale).to(tl.int32) * 0x01010101
     tl.store(address.to(tl.pointer_type(tl.int32)), bits, mask=live)
+
+
+@triton.jit
+def store_index_key(
+    block, in_block, live, a, b, c, d,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr, SHUFFLED: tl.constexpr, UE8M0: tl.constexpr,
+    LIMIT: tl.constexpr, FNUZ: tl.constexpr, SOFT: tl.constexpr,
+):  # fmt: skip
+    """e4m3 codes and the scale of a key in fp32 pieces."""
+    scale = row_scale(amax_pieces(a, b, c, d), LIMIT)[:, None]
+    inverse = pow2_reciprocal(scale)
+    store_index_codes(
+        block, in_block, live,
+        e4m3_code(a * inverse, LIMIT, FNUZ, SOFT),
+        e4m3_code(b * inverse, LIMIT, FNUZ, SOFT),
+        e4m3_code(c * inverse, LIMIT, FNUZ, SOFT),
+        e4m3_code(d * inverse, LIMIT, FNUZ, SOFT),
+        HEAD_DIM, ROPE_DIM, INTERLEAVED, SHUFFLED,
+    )  # fmt: skip
+    store_index_scale(block, in_block, live, scale, BLOCK_SIZE, HEAD_DIM, UE8M0)

@@ -13,29 +13,10 @@ the same binary.
 import triton
 import triton.language as tl
 
-from .caches import (
-    live_slot,
-    store_float_entry,
-    store_fp8_ds_mla_entry,
-    store_fp8_entry,
-    store_index_codes,
-    store_index_scale,
-    store_nvfp4_ds_mla_entry,
-)
-from .numerics import (
-    divide_by,
-    e4m3_code,
-    inverse_rms,
-    pow2_reciprocal,
-    rotate,
-    row_scale,
-    split_reciprocal,
-    square_sum,
-    widen,
-)
+from .caches import live_slot, store_entry, store_fp8_entry, store_index_key
+from .numerics import divide_by, inverse_rms, rotate, split_reciprocal, square_sum, widen
 from .rows import (
     address,
-    amax_pieces,
     as_bytes,
     begin,
     load_cos_sin,
@@ -143,127 +124,146 @@ def norm_rope_kernel(
     part = tl.program_id(1)
     last = tl.num_programs(1) - 1
     KV_TASK: tl.constexpr = 2 if topk_indices_buffer_ptr is not None else 3
-    do_query = part == 0
-    do_index = part == (1 & last)
-    do_kv = part == (KV_TASK & last)
-    q_row = row_at(q_c_ptr, token, q_row_stride)
-    rows = address(q_row)
-    if HAS_KV:
-        kv_row = row_at(kv_c_ptr, token, kv_row_stride)
-        pe_row = row_at(k_pe_ptr, token, k_pe_row_stride)
-        rows |= address(kv_row) | address(pe_row) | address(slot_mapping_ptr)
-    if index_k_ptr is not None:
-        index_row = row_at(index_k_ptr, token, index_k_row_stride)
-        rows |= address(index_row)
-    if indexer_k_cache_ptr is not None:
-        rows |= address(indexer_k_cache_ptr) | index_capacity
-    begin(rows, PDL)
+    # Without a fill there are two copies of the tasks, one for a program that does them all: there
+    # no load is masked, and no branch stands between it and its use. ptxas has all loads that are
+    # used behind a branch counted together, so that the first use of any waits for the last of them
+    # (2 to 7 % from 1,024 tokens on). With a fill, whose stores hide that, the copy costs 1 %.
+    if topk_indices_buffer_ptr is None:
+        split = last > 0
+    else:
+        split: tl.constexpr = True
+    for SPLIT in tl.static_range(2):
+        if split == (SPLIT == 1):
+            do_query = (part == 0) | (SPLIT == 0)
+            do_index = (part == (1 & last)) | (SPLIT == 0)
+            do_kv = (part == (KV_TASK & last)) | (SPLIT == 0)
 
-    # All loads of a token that need no other are in flight before the first of them is used.
-    position = load_position(positions_ptr, token, do_index | do_kv)
-    if mla_kv_cache_ptr is not None:
-        mask = do_kv & (token < num_slots)
-        slot = tl.load(slot_mapping_ptr + token, mask=mask, other=-1)
-        slot, live = live_slot(slot, mla_capacity)
-    if indexer_k_cache_ptr is not None:
-        mask = do_index & (token < num_index_slots)
-        index_slot = tl.load(indexer_slot_mapping_ptr + token, mask=mask, other=-1)
-        index_slot, index_live = live_slot(index_slot, index_capacity)
-    q_head, q_tail = load_row(q_row, do_query, Q_DIM)
-    if HAS_KV:
-        kv_dims = tile_dims(KV_DIM, MLA_TILE)
-        kv_mask = do_kv & (kv_dims < KV_DIM)
-        kv_c = tl.load(kv_row + kv_dims, mask=kv_mask, other=0.0)
-        mla_scale = tl.full((), 1.0, tl.float32)
-        if mla_k_scale_ptr is not None:
-            mla_scale = tl.load(mla_k_scale_ptr)
-        pe_a, pe_b = load_pairs(pe_row, do_kv, 1, ROPE_DIM, True)
-    if index_k_ptr is not None:
-        key_a, key_b, key_c, key_d = load_pieces(
-            index_row, do_index, 1, INDEX_DIM, INDEX_ROPE_DIM, INDEX_INTERLEAVED
-        )
-
-    if topk_indices_buffer_ptr is not None:
-        if part == (3 & last):
-            fill_topk_row(token, topk_indices_buffer_ptr, topk_row_stride, TOPK)
-
-    if HAS_KV:
-        if do_kv:
-            kv_weight = tl.load(kv_norm_weight_ptr + kv_dims, mask=kv_dims < KV_DIM, other=0.0)
-            cos, sin = load_cos_sin(
-                position, rope_cos_sin_ptr, table_row_stride, table_rows, ROPE_DIM
-            )
-            if MLA_MODE == "fp8":
-                power, high, low = split_reciprocal(mla_scale)
-            kv = norm_kv(kv_c, kv_weight, kv_eps, KV_DIM)
-            k_a, k_b = rotate(pe_a, pe_b, cos, sin)
-            if mla_kv_cache_ptr is not None:
-                entry = row_at(mla_kv_cache_ptr, slot // MLA_BLOCK_SIZE, mla_block_stride)
-                entry = row_at(entry, slot % MLA_BLOCK_SIZE, mla_entry_stride)
-                if MLA_MODE == "float":
-                    store_float_entry(entry, live, kv, k_a, k_b, KV_DIM, ROPE_DIM)
-                elif MLA_MODE == "fp8":
-                    store_fp8_entry(
-                        entry, live, kv, k_a, k_b, power, high, low,
-                        KV_DIM, ROPE_DIM, MLA_LIMIT, FNUZ, SOFT,
-                    )  # fmt: skip
-                elif MLA_MODE == "fp8_ds_mla":
-                    store_fp8_ds_mla_entry(
-                        entry, live, kv, k_a, k_b, KV_DIM, ROPE_DIM, MLA_LIMIT, FNUZ, SOFT
-                    )
-                else:
-                    tl.static_assert(MLA_MODE == "nvfp4_ds_mla")
-                    store_nvfp4_ds_mla_entry(entry, live, kv, k_a, k_b, KV_DIM, ROPE_DIM, SOFT)
-            if kv_c_out_ptr is not None:
-                out = row_at(kv_c_out_ptr, token, kv_out_row_stride)
-                tl.store(out + kv_dims, kv.to(kv_c_out_ptr.dtype.element_ty), mask=kv_dims < KV_DIM)
-            if k_pe_out_ptr is not None:
-                dtype = k_pe_out_ptr.dtype.element_ty
-                out = row_at(k_pe_out_ptr, token, k_pe_out_row_stride)
-                store_pairs(out, True, k_a.to(dtype), k_b.to(dtype), 1, ROPE_DIM, True)
-
-    if index_k_ptr is not None:
-        if do_index:
-            w_a, w_b, w_c, w_d = load_pieces(
-                index_k_norm_weight_ptr, True, 1, INDEX_DIM, INDEX_ROPE_DIM, INDEX_INTERLEAVED
-            )
-            b_a, b_b, b_c, b_d = load_pieces(
-                index_k_norm_bias_ptr, True, 1, INDEX_DIM, INDEX_ROPE_DIM, INDEX_INTERLEAVED
-            )
-            cos, sin = load_cos_sin(
-                position, index_rope_cos_sin_ptr, index_table_row_stride, index_table_rows,
-                INDEX_ROPE_DIM,
-            )  # fmt: skip
-            i_a, i_b, i_c, i_d = norm_index_key(
-                key_a, key_b, key_c, key_d, w_a, w_b, w_c, w_d, b_a, b_b, b_c, b_d, index_eps,
-                INDEX_DIM, INDEX_ROPE_DIM,
-            )  # fmt: skip
-            i_a, i_b = rotate(i_a, i_b, cos, sin)
-            if index_k_out_ptr is not None:
-                dtype = index_k_out_ptr.dtype.element_ty
-                out = row_at(index_k_out_ptr, token, index_k_out_row_stride)
-                store_pairs(
-                    out, True, i_a.to(dtype), i_b.to(dtype), 1, INDEX_ROPE_DIM, INDEX_INTERLEAVED
-                )
-                store_tail(out, True, i_c.to(dtype), i_d.to(dtype), INDEX_DIM, INDEX_ROPE_DIM)
+            q_row = row_at(q_c_ptr, token, q_row_stride)
+            rows = address(q_row)
+            if HAS_KV:
+                kv_row = row_at(kv_c_ptr, token, kv_row_stride)
+                pe_row = row_at(k_pe_ptr, token, k_pe_row_stride)
+                rows |= address(kv_row) | address(pe_row) | address(slot_mapping_ptr)
+            if index_k_ptr is not None:
+                index_row = row_at(index_k_ptr, token, index_k_row_stride)
+                rows |= address(index_row)
             if indexer_k_cache_ptr is not None:
-                scale = row_scale(amax_pieces(i_a, i_b, i_c, i_d), INDEX_LIMIT)[:, None]
-                inverse = pow2_reciprocal(scale)
-                block = index_slot // INDEX_BLOCK_SIZE
-                block = row_at(as_bytes(indexer_k_cache_ptr), block, index_block_stride)
-                in_block = index_slot % INDEX_BLOCK_SIZE
-                store_index_codes(
-                    block, in_block, index_live,
-                    e4m3_code(i_a * inverse, INDEX_LIMIT, FNUZ, SOFT),
-                    e4m3_code(i_b * inverse, INDEX_LIMIT, FNUZ, SOFT),
-                    e4m3_code(i_c * inverse, INDEX_LIMIT, FNUZ, SOFT),
-                    e4m3_code(i_d * inverse, INDEX_LIMIT, FNUZ, SOFT),
-                    INDEX_DIM, INDEX_ROPE_DIM, INDEX_INTERLEAVED, INDEX_SHUFFLED,
-                )  # fmt: skip
-                store_index_scale(
-                    block, in_block, index_live, scale, INDEX_BLOCK_SIZE, INDEX_DIM, INDEX_UE8M0
+                rows |= address(indexer_k_cache_ptr) | index_capacity
+            begin(rows, PDL)
+
+            # All loads that need no other are in flight before the first of them is used.
+            position = load_position(positions_ptr, token, do_index | do_kv)
+            if mla_kv_cache_ptr is not None:
+                mask = do_kv & (token < num_slots)
+                slot = tl.load(slot_mapping_ptr + token, mask=mask, other=-1)
+                slot, live = live_slot(slot, mla_capacity)
+            if indexer_k_cache_ptr is not None:
+                mask = do_index & (token < num_index_slots)
+                index_slot = tl.load(indexer_slot_mapping_ptr + token, mask=mask, other=-1)
+                index_slot, index_live = live_slot(index_slot, index_capacity)
+            q_head, q_tail = load_row(q_row, do_query, Q_DIM)
+            if HAS_KV:
+                kv_dims = tile_dims(KV_DIM, MLA_TILE)
+                kv_mask = do_kv & (kv_dims < KV_DIM)
+                kv_c = tl.load(kv_row + kv_dims, mask=kv_mask, other=0.0)
+                mla_scale = tl.full((), 1.0, tl.float32)
+                if mla_k_scale_ptr is not None:
+                    mla_scale = tl.load(mla_k_scale_ptr)
+                pe_a, pe_b = load_pairs(pe_row, do_kv, 1, ROPE_DIM, True)
+            if index_k_ptr is not None:
+                key_a, key_b, key_c, key_d = load_pieces(
+                    index_row, do_index, 1, INDEX_DIM, INDEX_ROPE_DIM, INDEX_INTERLEAVED
                 )
 
-    if do_query:
-        q_out = row_at(q_c_out_ptr, token, q_out_row_stride)
-        store_normed_row(q_out, q_head, q_tail, q_norm_weight_ptr, q_eps, Q_DIM)
+            if topk_indices_buffer_ptr is not None:
+                if part == (3 & last):
+                    fill_topk_row(token, topk_indices_buffer_ptr, topk_row_stride, TOPK)
+
+            if SPLIT == 0:
+                if HAS_KV:
+                    cos, sin = load_cos_sin(
+                        position, rope_cos_sin_ptr, table_row_stride, table_rows, ROPE_DIM
+                    )
+                if index_k_ptr is not None:
+                    i_cos, i_sin = load_cos_sin(
+                        position, index_rope_cos_sin_ptr,
+                        index_table_row_stride, index_table_rows, INDEX_ROPE_DIM,
+                    )  # fmt: skip
+
+            if HAS_KV:
+                if do_kv:
+                    kv_weight = tl.load(
+                        kv_norm_weight_ptr + kv_dims, mask=kv_dims < KV_DIM, other=0.0
+                    )
+                    if SPLIT == 1:
+                        cos, sin = load_cos_sin(
+                            position, rope_cos_sin_ptr, table_row_stride, table_rows, ROPE_DIM
+                        )
+                    if MLA_MODE == "fp8":
+                        power, high, low = split_reciprocal(mla_scale)
+                    kv = norm_kv(kv_c, kv_weight, kv_eps, KV_DIM)
+                    k_a, k_b = rotate(pe_a, pe_b, cos, sin)
+                    if mla_kv_cache_ptr is not None:
+                        entry = row_at(mla_kv_cache_ptr, slot // MLA_BLOCK_SIZE, mla_block_stride)
+                        entry = row_at(entry, slot % MLA_BLOCK_SIZE, mla_entry_stride)
+                        if MLA_MODE == "fp8":
+                            store_fp8_entry(
+                                entry, live, kv, k_a, k_b, power, high, low,
+                                KV_DIM, ROPE_DIM, MLA_LIMIT, FNUZ, SOFT,
+                            )  # fmt: skip
+                        else:
+                            store_entry(
+                                entry, live, kv, k_a, k_b,
+                                KV_DIM, ROPE_DIM, MLA_MODE, MLA_LIMIT, FNUZ, SOFT,
+                            )  # fmt: skip
+                    if kv_c_out_ptr is not None:
+                        out = row_at(kv_c_out_ptr, token, kv_out_row_stride)
+                        kv = kv.to(kv_c_out_ptr.dtype.element_ty)
+                        tl.store(out + kv_dims, kv, mask=kv_dims < KV_DIM)
+                    if k_pe_out_ptr is not None:
+                        dtype = k_pe_out_ptr.dtype.element_ty
+                        out = row_at(k_pe_out_ptr, token, k_pe_out_row_stride)
+                        store_pairs(out, True, k_a.to(dtype), k_b.to(dtype), 1, ROPE_DIM, True)
+
+            if index_k_ptr is not None:
+                if do_index:
+                    w_a, w_b, w_c, w_d = load_pieces(
+                        index_k_norm_weight_ptr, True,
+                        1, INDEX_DIM, INDEX_ROPE_DIM, INDEX_INTERLEAVED,
+                    )  # fmt: skip
+                    b_a, b_b, b_c, b_d = load_pieces(
+                        index_k_norm_bias_ptr, True,
+                        1, INDEX_DIM, INDEX_ROPE_DIM, INDEX_INTERLEAVED,
+                    )  # fmt: skip
+                    if SPLIT == 1:
+                        i_cos, i_sin = load_cos_sin(
+                            position, index_rope_cos_sin_ptr,
+                            index_table_row_stride, index_table_rows, INDEX_ROPE_DIM,
+                        )  # fmt: skip
+                    i_a, i_b, i_c, i_d = norm_index_key(
+                        key_a, key_b, key_c, key_d, w_a, w_b, w_c, w_d, b_a, b_b, b_c, b_d,
+                        index_eps, INDEX_DIM, INDEX_ROPE_DIM,
+                    )  # fmt: skip
+                    i_a, i_b = rotate(i_a, i_b, i_cos, i_sin)
+                    if index_k_out_ptr is not None:
+                        dtype = index_k_out_ptr.dtype.element_ty
+                        out = row_at(index_k_out_ptr, token, index_k_out_row_stride)
+                        store_pairs(
+                            out, True, i_a.to(dtype), i_b.to(dtype),
+                            1, INDEX_ROPE_DIM, INDEX_INTERLEAVED,
+                        )  # fmt: skip
+                        store_tail(
+                            out, True, i_c.to(dtype), i_d.to(dtype), INDEX_DIM, INDEX_ROPE_DIM
+                        )
+                    if indexer_k_cache_ptr is not None:
+                        block = index_slot // INDEX_BLOCK_SIZE
+                        block = row_at(as_bytes(indexer_k_cache_ptr), block, index_block_stride)
+                        store_index_key(
+                            block, index_slot % INDEX_BLOCK_SIZE, index_live, i_a, i_b, i_c, i_d,
+                            INDEX_BLOCK_SIZE, INDEX_DIM, INDEX_ROPE_DIM, INDEX_INTERLEAVED,
+                            INDEX_SHUFFLED, INDEX_UE8M0, INDEX_LIMIT, FNUZ, SOFT,
+                        )  # fmt: skip
+
+            if do_query:
+                q_out = row_at(q_c_out_ptr, token, q_out_row_stride)
+                store_normed_row(q_out, q_head, q_tail, q_norm_weight_ptr, q_eps, Q_DIM)

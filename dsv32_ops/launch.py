@@ -29,7 +29,7 @@ from .geometry import Grid
 # next one, which dependent launch lets in, take the rest unevenly. All grids run one binary.
 NORM_ROPE_PARTS = {
     True: ((256, 4), (512, 2), (768, 4), (1024, 1), (2304, 2)),
-    False: ((192, 4), (704, 2), (1152, 1), (2048, 2)),
+    False: ((192, 4), (608, 2), (1280, 1), (1792, 2)),
 }
 # Four warps take 5 % longer at 16,384 tokens with the fill, 54 % without.
 NORM_ROPE_WARPS = 1

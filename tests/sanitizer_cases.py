@@ -46,6 +46,9 @@ def norm_rope_calls() -> Iterator[dict[str, Any]]:
         yield inputs(config)
     # One program for all tasks of a token, as in large batches.
     yield inputs(num_tokens=launch.NORM_ROPE_PARTS[True][-1][0] + 1)
+    for config, mode in ((ODD, "auto"), *((SMALL, mode) for mode in MLA_MODES)):
+        many = inputs(config, launch.NORM_ROPE_PARTS[False][-1][0] + 1, mode=mode)
+        yield {**many, "fill_topk": False}
     yield testing.norm_rope_inputs(SMALL, N, device=DEVICE, caches=False)
     yield testing.norm_rope_inputs(replace(SMALL, has_indexer=False), N, device=DEVICE)
     yield {**inputs(), "fill_topk": False}
@@ -53,7 +56,7 @@ def norm_rope_calls() -> Iterator[dict[str, Any]]:
 
 def query_calls() -> Iterator[dict[str, Any]]:
     for quantize in (True, False):
-        for config, heads in ((SMALL, 5), (ODD, 17), (TINY, 1)):
+        for config, heads in ((SMALL, 5), (ODD, launch.QUERY_FEW_HEADS + 3), (ODD, 17), (TINY, 1)):
             yield testing.q_inputs(config, N, heads, device=DEVICE, quantize_mqa=quantize)
     # Token by token, as in large batches.
     yield testing.q_inputs(SMALL, launch.QUERY_FEW_TOKENS + 1, 5, device=DEVICE)

@@ -56,14 +56,14 @@ def exact_sums(inputs: dict[str, Any]) -> dict[str, Any]:
     return inputs
 
 
-def compare(interpreter, name, inputs, check, *buffers):
+def compare(interpreter, name, inputs, check, *buffers, call=interpret.op):
     """Run the kernel and the reference on the same inputs, then check(tensor name, got, wanted).
 
     Returns the inputs and the buffers as the kernel left them.
     """
     expected = copy.deepcopy(inputs)
     wanted = getattr(reference, name)(**expected)
-    got, (_, actual, *after) = interpreter(interpret.op, name, inputs, *buffers)
+    got, (_, actual, *after) = interpreter(call, name, inputs, *buffers)
     for i, pair in enumerate(zip(as_tuple(got), as_tuple(wanted), strict=True)):
         check(f"result {i}", *pair)
     for key in WRITTEN:
@@ -108,6 +108,14 @@ def norm_rope_inputs(num_tokens, config=SMALL, **options):
 def test_norm_rope_to_the_byte(interpreter, case):
     inputs = norm_rope_inputs(5, **NORM_ROPE[case], outs=True, padding=0.2, seed=11)
     compare(interpreter, "fused_norm_rope", inputs, same)
+
+
+@pytest.mark.parametrize("fill_topk", [True, False])
+@pytest.mark.parametrize("case", NORM_ROPE)
+def test_one_program_for_all_tasks_to_the_byte(interpreter, case, fill_topk):
+    inputs = norm_rope_inputs(3, **NORM_ROPE[case], outs=True, padding=0.2, seed=12)
+    inputs["fill_topk"] = fill_topk
+    compare(interpreter, "fused_norm_rope", inputs, same, call=interpret.whole_op)
 
 
 @pytest.mark.parametrize("mode", ["auto", "fp8", "fp8_ds_mla", "nvfp4_ds_mla"])

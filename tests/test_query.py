@@ -128,8 +128,13 @@ def test_a_layer_of_each_model_on_one_of_eight_ranks(device, case, num_tokens):
     check(query(config, num_tokens, heads, device, dtype=dtype))
 
 
-@device_cases("case", [(V32, 128), (GLM, 64), (KIMI, 64)], gpu=[(V32, 128), (GLM, 64)])
+@device_cases(
+    "case",
+    [(V32, 128), (GLM, 64), (KIMI, 64), (V32, 37)],
+    gpu=[(V32, 128), (GLM, 64), (V32, 37)],
+)
 def test_all_heads_of_each_model(device, case):
+    """And a number that does not fill the larger tiles of more than 32 heads."""
     config, heads = case
     check(query(config, 3, heads, device))
 

@@ -71,27 +71,41 @@ def test_launch_dependencies_are_there_exactly_when_asked_for(target):
     assert faults(ONE_PER_KERNEL, target, pdl=True) == {}
 
 
-@pytest.mark.parametrize("name", ONE_PER_KERNEL)
-def test_the_wait_comes_before_the_first_access(name):
+def copies(name):
+    """Machine code of the copies of a kernel's tasks: (ahead of the wait, behind it)."""
     case = targets.for_target(CASES[name], TARGETS["sm_90"], pdl=True)
-    ptx = targets.compile_case(case, TARGETS["sm_90"]).asm["ptx"]
-    first = re.search(r"\b(?:ld|st)\.global", ptx)
-    assert first is not None
-    assert ptx.index("griddepcontrol.wait") < first.start()
+    code = targets.disassembly(targets.compile_case(case, TARGETS["sm_90"]).asm["cubin"])
+    found = [code.partition("ACQBULK")]
+    if branch := re.search(r"BRA 0x(\w+)", found[0][0]):
+        start = code.index(f"/*{int(branch[1], 16):04x}*/")
+        found = [code[:start].partition("ACQBULK")]
+        found.append((code[: branch.end()] + code[start:]).partition("ACQBULK"))
+    assert all(wait for _, wait, _ in found)
+    return [(ahead, behind) for ahead, _, behind in found]
+
+
+@pytest.mark.parametrize("name", (*ONE_PER_KERNEL, "fused_norm_rope no fill"))
+def test_the_wait_comes_before_the_first_access(name):
+    for ahead, behind in copies(name):
+        assert not re.search(r"\b(?:LDG|STG)\b", ahead)
+        assert re.search(r"\bLDG\b", behind) and re.search(r"\bSTG\b", behind)
+
+
+@pytest.mark.parametrize(("name", "count"), [("no fill", 2), ("auto", 1)])
+def test_without_a_fill_the_tasks_have_a_copy_without_branches(name, count):
+    assert len(copies(f"fused_norm_rope {name}")) == count
 
 
 @pytest.mark.parametrize("name", (*EVERY_MODE, *WITHOUT_PARTS))
 def test_arguments_are_read_ahead_of_the_wait(name):
     """One of each 64 bytes: the first read of a line misses the constant cache."""
-    case = targets.for_target(CASES[name], TARGETS["sm_90"], pdl=True)
-    code = targets.disassembly(targets.compile_case(case, TARGETS["sm_90"]).asm["cubin"])
 
     def lines(text):
         places = (int(place, 16) for place in re.findall(r"c\[0x0\]\[0x(\w+)\]", text))
         return {place // 64 for place in places if place >= FIRST_ARGUMENT}
 
-    ahead, _, behind = code.partition("ACQBULK")
-    assert behind and lines(behind) <= lines(ahead)
+    for ahead, behind in copies(name):
+        assert lines(behind) <= lines(ahead)
 
 
 def test_launch_dependencies_are_never_used_on_hip(monkeypatch):
