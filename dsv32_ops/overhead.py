@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -63,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     names = list(next(iter(rows.values())))
     print(f"{'host time, us':44}" + "".join(f"{op:>18}" for op in rows))
     for name in names:
-        print(f"{name:44}" + "".join(f"{us[name]:18.1f}" for us in rows.values()))
+        print(f"{name:44}" + "".join(f"{us.get(name, math.nan):18.1f}" for us in rows.values()))
     return 0
 
 
@@ -79,7 +81,7 @@ def _breakdown(
     name = op.default._schema.name.removeprefix("dsv32::")
     passed = _without_defaults(op, values)
     parts: dict[str, Call] = {
-        "dispatcher (a kernel that does nothing)": _dispatch_only(op, values, outputs),
+        "dispatcher (a kernel that does nothing)": _op_like(op, values, lambda *args: outputs),
         "allocation of the outputs": lambda: allocate(values),
         "search for the shortcut": lambda: launch.find_shortcut(name, passed),
         "first call of its kind: checks": lambda: check(*values),
@@ -89,9 +91,38 @@ def _breakdown(
         parts["first call of its kind: Triton's launch"] = lambda: launch.launch(
             kernel, grid, args, constants, device, warps(constants)
         )
+        op(*values)
+        parts.update(_short_path(op, values, launch.find_shortcut(name, passed), passed))
     parts["whole call, keywords"] = lambda: op(**inputs)
     parts["whole call, positional"] = lambda: op(*values)
     return dict(zip(parts, host_times(list(parts.values()), device), strict=True))
+
+
+def _short_path(
+    op: Any, values: tuple[Any, ...], shortcut: Any, passed: tuple[Any, ...]
+) -> dict[str, Call]:  # fmt: skip
+    """Parts of a call that is like one before, and the least that an op in Python can do."""
+    if shortcut is None:
+        return {}
+    start, recorded = shortcut.start, []
+    shortcut.start = lambda stream, values: recorded.append((stream, values))
+    written = shortcut(passed)
+    shortcut.start = start
+    ((stream, kernel_values),) = recorded
+
+    def allocate() -> Any:
+        new = [launch._empty_strided(*like) for like in shortcut.outputs]
+        return new[0] if len(new) == 1 else tuple(new)
+
+    def least(*args: Any, keep: Any = written) -> Any:
+        start(stream, kernel_values)
+        return allocate()
+
+    return {
+        "short path: allocation": allocate,
+        "short path: start": lambda: start(stream, kernel_values),
+        "least: dispatcher, allocation, start": _op_like(op, values, least),
+    }
 
 
 def _positional(op: Any, inputs: dict[str, Any]) -> tuple[Any, ...]:
@@ -110,17 +141,20 @@ def _without_defaults(op: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
     return values
 
 
-def _dispatch_only(op: Any, values: tuple[Any, ...], result: Any) -> Callable[[], Any]:
-    """A call of an op with the same schema whose kernel returns at once."""
+def _op_like(op: Any, values: tuple[Any, ...], kernel: Callable[..., Any]) -> Callable[[], Any]:
+    """A call of an op with the same schema and another kernel."""
     schema = op.default._schema
-    name = f"{schema.name.split('::')[1]}_dispatch_only"
     scratch = torch.library.Library("dsv32_overhead", "FRAGMENT")
+    name = f"{schema.name.split('::')[1]}_{next(_numbers)}"
     scratch.define(f"{name}{str(schema).removeprefix(schema.name)}")
     for key in ("CPU", "CUDA"):
-        scratch.impl(name, lambda *args: result, key)
+        scratch.impl(name, kernel, key)
     call = getattr(torch.ops.dsv32_overhead, name)
 
     def dispatch(keep: Any = scratch) -> Any:
         return call(*values)
 
     return dispatch
+
+
+_numbers = itertools.count()

@@ -269,18 +269,20 @@ def test_help(name, capsys) -> None:
         assert "examples:" in out
 
 
-def test_overhead_takes_calls_apart(monkeypatch, capsys) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_overhead_takes_calls_apart(device, monkeypatch, capsys) -> None:
     def once(calls: list[Callable[[], Any]], device: torch.device) -> list[float]:
         for call in calls:
             call()
         return [1.0] * len(calls)
 
     monkeypatch.setattr(overhead, "host_times", once)
-    assert main(["overhead", "--device", "cpu", "--tokens", "3", "--json"]) == 0
+    assert main(["overhead", "--device", device, "--tokens", "3", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["us"]
     assert rows.keys() == {"fused_norm_rope", "fused_q", "fused_eh_norm"}
     for parts in rows.values():
         assert parts.keys() == rows["fused_q"].keys() and "whole call, keywords" in parts
+        assert any(name.startswith("least") for name in parts) == (device == "cuda")
 
 
 def test_core_dependencies_are_enough() -> None:
