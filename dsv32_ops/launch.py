@@ -45,7 +45,8 @@ QUERY_WARPS = 2
 QUERY_INDEX_TILE = 16
 # Up to here the tasks of a batch are done one after the other, for all tokens.
 QUERY_FEW_TOKENS = 512
-# A warp of a norm kernel holds this many elements of a row.
+# A warp of a norm kernel holds this many elements of a row: eight warps a row of 7,168. Four take 4
+# to 13 % longer from 128 to 512 tokens, eight 1.5 % from 16,384 on.
 NORM_ELEMENTS_PER_WARP = 1024
 
 

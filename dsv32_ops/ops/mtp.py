@@ -102,8 +102,8 @@ def _call_eh(inputs: tuple[Any, ...], outs: tuple[Tensor, ...]) -> launch.Call:
 
 
 def _first_embed(args: tuple[Any, ...], outs: tuple[Tensor, ...]) -> launch.Call:
-    given = outs or (None, None)
-    checks.embed_norm(*args, residual_out=given[0], normed_out=given[1])
+    residual_out, normed_out = outs or (None, None)
+    checks.embed_norm(*args, residual_out=residual_out, normed_out=normed_out)
     input_ids, embed_table, norm_weight, eps = args
     input_ids = _flat(input_ids)
     if platform.check_device_data():
