@@ -141,20 +141,18 @@ def _without_defaults(op: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
     return values
 
 
+# Alive as long as the process: torch 2.11 cannot list the ops of a library that is gone, and then
+# not import Inductor.
+_scratch = torch.library.Library("dsv32_overhead", "FRAGMENT")
+_numbers = itertools.count()
+
+
 def _op_like(op: Any, values: tuple[Any, ...], kernel: Callable[..., Any]) -> Callable[[], Any]:
     """A call of an op with the same schema and another kernel."""
     schema = op.default._schema
-    scratch = torch.library.Library("dsv32_overhead", "FRAGMENT")
     name = f"{schema.name.split('::')[1]}_{next(_numbers)}"
-    scratch.define(f"{name}{str(schema).removeprefix(schema.name)}")
+    _scratch.define(f"{name}{str(schema).removeprefix(schema.name)}")
     for key in ("CPU", "CUDA"):
-        scratch.impl(name, kernel, key)
+        _scratch.impl(name, kernel, key)
     call = getattr(torch.ops.dsv32_overhead, name)
-
-    def dispatch(keep: Any = scratch) -> Any:
-        return call(*values)
-
-    return dispatch
-
-
-_numbers = itertools.count()
+    return lambda: call(*values)

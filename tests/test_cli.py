@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -283,6 +284,19 @@ def test_overhead_takes_calls_apart(device, monkeypatch, capsys) -> None:
     for parts in rows.values():
         assert parts.keys() == rows["fused_q"].keys() and "whole call, keywords" in parts
         assert any(name.startswith("least") for name in parts) == (device == "cuda")
+
+
+def test_overhead_leaves_no_dead_ops() -> None:
+    """With one, torch 2.11 could not import Inductor any more."""
+    overhead._op_like(torch.ops.dsv32.fused_q, (), lambda *args: None)
+    gc.collect()
+    alive = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    packets = [
+        packet
+        for packet in vars(torch.ops.dsv32_overhead).values()
+        if isinstance(packet, torch._ops.OpOverloadPacket)
+    ]
+    assert packets and {packet._qualified_op_name for packet in packets} <= alive
 
 
 def test_core_dependencies_are_enough() -> None:

@@ -173,7 +173,7 @@ def test_scales_of_every_amax(function):
     for x in every_float():
         x = x[(x >= 0) | x.isnan()]
         if x.numel():
-            amax = x.masked_fill(x.isnan(), 0.0)
+            amax = x.masked_fill(x.isnan(), 0.0).clamp(max=torch.finfo(x.dtype).max)
             assert torch.equal(interpret.codes(function, x), getattr(codecs, function)(amax))
 
 
