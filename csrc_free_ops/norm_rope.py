@@ -125,15 +125,16 @@ def norm_rope_kernel(
     last = tl.num_programs(1) - 1
     KV_TASK: tl.constexpr = 2 if topk_indices_buffer_ptr is not None else 3
     # Without a fill there are two copies of the tasks, one for a program that does them all: there
-    # no load is masked, and no branch stands between it and its use. ptxas has all loads that are
-    # used behind a branch counted together, so that the first use of any waits for the last of them
-    # (2 to 7 % from 1,024 tokens on). With a fill, whose stores hide that, the copy costs 1 %.
+    # no load of a row is masked, and of the branches only that of KV's norm is left. ptxas has all
+    # loads that are used behind a branch counted together, so that the first use of any waits for
+    # the last of them (2 to 7 % from 1,024 tokens on). With a fill, whose stores hide that, the
+    # copy costs 1 %.
     if topk_indices_buffer_ptr is None:
-        split = last > 0
+        is_split = last > 0
     else:
-        split: tl.constexpr = True
+        is_split: tl.constexpr = True
     for SPLIT in tl.static_range(2):
-        if split == (SPLIT == 1):
+        if is_split == (SPLIT == 1):
             do_query = (part == 0) | (SPLIT == 0)
             do_index = (part == (1 & last)) | (SPLIT == 0)
             do_kv = (part == (KV_TASK & last)) | (SPLIT == 0)

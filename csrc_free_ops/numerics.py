@@ -114,8 +114,8 @@ def rotate(a, b, cos, sin):
 def row_amax(x):
     """amax over axis 1 in which NaN does not count; NaN if there is nothing else.
 
-    Reductions ignore NaN: max.f32 and v_max_f32 return the other operand. So do the maxima below,
-    by which a row of NaN has the scale of zeros.
+    Reductions ignore NaN: max.f32 and v_max_f32 return the other operand. So does the maximum with
+    a scale's floor, by which a row of NaN has the scale of zeros.
     """
     return tl.max(tl.abs(x), axis=1)
 
@@ -155,7 +155,10 @@ def row_scale(amax, LIMIT: tl.constexpr):
 
 @triton.jit
 def tile_scale(amax, LIMIT: tl.constexpr):
-    """ds_mla scale: the floor of 1e-4 is on the ratio, so a zero tile has 2^-13."""
+    """ds_mla scale: the floor of 1e-4 is on the ratio, so a zero tile has 2^-13.
+
+    2^-13, the power of two above 1e-4, is a floor with the same scales, and exact.
+    """
     floored = tl.maximum(amax, LIMIT * 0.0001220703125)
     return _pow2ceil_ratio_bits(floored, LIMIT).to(tl.float32, bitcast=True)
 
@@ -256,7 +259,8 @@ def _soft_e4m3_code(x, LIMIT: tl.constexpr, FNUZ: tl.constexpr):
 @triton.jit
 def e4m3_value(code):
     """fp32 value of a non-negative finite e4m3fn code."""
-    # Its exponent and mantissa are in the places of fp32's, also of a denormal.
+    # Exponent and mantissa in the places of fp32's, also of a denormal, which must not be flushed;
+    # the biases differ by 120.
     scaled = (code.to(tl.int32) << 20).to(tl.float32, bitcast=True)
     return scaled * 1329227995784915872903807060280344576.0
 

@@ -1,4 +1,4 @@
-"""From validated arguments to the device: measured configurations and the launch itself."""
+"""From the dispatcher to the device: measured configurations, launches, and calls seen before."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from .geometry import Grid
 #
 # (most tokens, programs of a token) of `fused_norm_rope`, with and without the fill; above, one.
 # More programs shorten the critical path until a multiprocessor, which starts 6 of them per us, is
-# busy with that; without a fill the fourth has nothing to do. Around 2,048 tokens two again: there
-# the programs of a launch fill 30 to 80 % of the places on the multiprocessors, and those of the
-# next one, which dependent launch lets in, take the rest unevenly. All grids run one binary.
+# busy with that; without a fill the fourth has nothing to do. Above 1,024 tokens (1,280 without a
+# fill) two again: there the programs of a launch fill 30 to 80 % of the places on the
+# multiprocessors, and those of the next one, which dependent launch lets in, take the rest
+# unevenly. All grids run one binary.
 NORM_ROPE_PARTS = {
     True: ((256, 4), (512, 2), (768, 4), (1024, 1), (2304, 2)),
     False: ((192, 4), (608, 2), (1280, 1), (1792, 2)),
@@ -46,7 +47,7 @@ QUERY_INDEX_TILE = 16
 # Up to here the tasks of a batch are done one after the other, for all tokens.
 QUERY_FEW_TOKENS = 512
 # A warp of a norm kernel holds this many elements of a row: eight warps a row of 7,168. Four take 4
-# to 13 % longer from 128 to 512 tokens, eight 1.5 % from 16,384 on.
+# to 13 % longer from 128 to 512 tokens, eight take 1.5 % longer from 16,384 on.
 NORM_ELEMENTS_PER_WARP = 1024
 
 

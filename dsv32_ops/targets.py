@@ -107,6 +107,11 @@ def cases() -> Iterator[Case]:
     inputs = testing.norm_rope_inputs(v32, 2, table_rows=8)
     for name, changes in extras.items():
         yield _norm_rope_case(name, {**inputs, **changes})
+    for mode in ("fp8", "fp8_ds_mla", "nvfp4_ds_mla"):
+        filled = testing.norm_rope_inputs(v32, 2, mode=mode, table_rows=8)
+        yield _norm_rope_case(f"{mode} no fill", {**filled, "fill_topk": False})
+    filled = testing.norm_rope_inputs(glm, 2, mode="nvfp4_ds_mla", table_rows=8)
+    yield _norm_rope_case("glm-5 nvfp4_ds_mla no fill", {**filled, "fill_topk": False})
     outs = {f"{name}_out": torch.empty(inputs[name].shape, dtype=torch.bfloat16)
             for name in ("kv_c", "k_pe", "index_k")}  # fmt: skip
     yield _norm_rope_case("outs", {**inputs, **outs})
@@ -298,7 +303,9 @@ def narrow_offsets(ttir: str) -> Iterator[str]:
     for line in ttir.splitlines():
         opens, closes = line.endswith("{"), line.lstrip().startswith("}")
         line = re.sub(r" loc\(.*", "", line.strip())
-        result, _, operation = line.rpartition(" = ")
+        # Attributes have equals signs too.
+        assigned = re.match(r"(%\w+(?::\d+)?) = (.*)", line)
+        result, operation = assigned.groups() if assigned else ("", line)
         operands = re.findall(r"%\w+", operation)
         touched = not dependent.isdisjoint(operands)
         kind = operation.split(" ", 1)[0]

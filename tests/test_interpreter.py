@@ -7,6 +7,7 @@ sums are exact every byte must be the same.
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import interpret
@@ -115,6 +116,14 @@ def test_norm_rope_to_the_byte(interpreter, case):
 def test_one_program_for_all_tasks_to_the_byte(interpreter, case, fill_topk):
     inputs = norm_rope_inputs(3, **NORM_ROPE[case], outs=True, padding=0.2, seed=12)
     inputs["fill_topk"] = fill_topk
+    compare(interpreter, "fused_norm_rope", inputs, same, call=interpret.whole_op)
+
+
+@pytest.mark.parametrize("fill_topk", [True, False])
+def test_one_program_runs_one_copy_of_the_tasks(interpreter, fill_topk):
+    """Written in place, a second run would norm what the first has normed."""
+    inputs = norm_rope_inputs(3, mode="fp8_ds_mla", seed=13)
+    inputs.update(fill_topk=fill_topk, kv_c_out=inputs["kv_c"], k_pe_out=inputs["k_pe"])
     compare(interpreter, "fused_norm_rope", inputs, same, call=interpret.whole_op)
 
 
@@ -238,10 +247,15 @@ def test_query_to_the_byte(interpreter, case):
     compare(interpreter, "fused_q", inputs, same)
 
 
-@pytest.mark.parametrize("scale", [1e-30, 0.37, 3.0, 2.0**127, 3.4e38])
+@pytest.mark.parametrize(
+    "scale",
+    [1e-30, 0.37, 3.0, 2.0**127, 3.4e38, 0.0, -0.0, 1e-45]
+    + [float(special) for special in ("inf", "-inf", "nan")],
+)
 def test_division_by_the_query_scale_to_the_byte(interpreter, scale):
     inputs = testing.q_inputs(SMALL, 2, 3, dtype=FP32, table_rows=61)
-    values = torch.randn(inputs["ql_nope"].shape, generator=generator(5)) * 100 * scale
+    values = torch.randn(inputs["ql_nope"].shape, generator=generator(5)) * 100
+    values *= scale if 0 < scale < math.inf else 1
     inputs["ql_nope"] = values.nan_to_num(posinf=3e38, neginf=-3e38)
     inputs["q_scale"] = torch.tensor([scale])
     compare(interpreter, "fused_q", inputs, same)

@@ -550,10 +550,12 @@ def test_the_out_form_writes_the_callers_tensor_and_returns_nothing(device, dtyp
     assert dsv32_ops.fused_norm_rope(**call.inputs, q_c_out=q_c_out) is q_c_out
 
 
+@pytest.mark.parametrize("fill_topk", [True, False])
 @device_cases("dtype", [BF16, FP32], gpu=[BF16])
-def test_outs_may_be_the_inputs_themselves(device, dtype):
+def test_outs_may_be_the_inputs_themselves(device, dtype, fill_topk):
     for num_tokens in (20, 300 if device == "cpu" else MOST_PARTS_TOKENS + 300):
         call = Call(SMALL, num_tokens, device, Caches("fp8_ds_mla", dtype))
+        call.inputs["fill_topk"] = fill_topk
         expected = call.run()
         q_c, kv_c, k_pe = (call.inputs[name] for name in ("q_c", "kv_c", "k_pe"))
         in_place = {"kv_c_out": kv_c, "k_pe_out": k_pe}

@@ -139,6 +139,7 @@ class Recorder:
     """The GPU path on CPU tensors: records what either way hands to the compiled kernel."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.warps: list[int] = []
         self.long: list[list[Any]] = []
         self.short: list[list[Any]] = []
         monkeypatch.setattr(launch, "launch", self._launch)
@@ -151,6 +152,7 @@ class Recorder:
         return torch.empty_strided(size, stride, dtype=dtype)
 
     def _launch(self, kernel, grid, args, constants, device, num_warps):
+        self.warps.append(num_warps)
         self.long.append([_address(arg) for arg in (*args, *constants.values())])
         return Compiled(Recording(self.short, grid.launch()))
 
@@ -234,7 +236,17 @@ def test_both_ways_of_the_query(quantize, shared, recorder) -> None:
         for s in (0, 1)
     )
     query_op._cuda(*first)
+    assert recorder.warps == [launch.QUERY_WARPS]
     recorder.same(query_op._cuda, second)
+
+
+def test_an_out_form_has_a_name_of_its_own(recorder) -> None:
+    """Without their defaults both forms of a call may have as many arguments."""
+    args = positional("fused_norm_rope", testing.norm_rope_inputs(CONFIG, 9))
+    for _ in range(2):
+        norm_rope_op._cuda(*args[:16])
+    q_c_out = torch.empty(9, CONFIG.q_lora_rank, dtype=torch.bfloat16)
+    assert norm_rope_op._cuda(*args[:15], q_c_out=q_c_out) is q_c_out
 
 
 MTP: dict[str, tuple[Callable[..., dict[str, Any]], Callable[..., Any], tuple[str, ...]]] = {

@@ -128,6 +128,12 @@ def test_e4m3_value_decodes_every_positive_code(interpreter):
     assert np.array_equal(got.numpy(), oracle.E4M3FN_VALUES[:127])
 
 
+@on_gpu
+def test_e4m3_value_decodes_every_positive_code_on_a_gpu():
+    codes = torch.arange(127, dtype=torch.uint8, device="cuda")
+    assert np.array_equal(interpret.codes("e4m3_value", codes).cpu(), oracle.E4M3FN_VALUES[:127])
+
+
 def every_float(chunk: int = 1 << 28) -> Iterator[torch.Tensor]:
     """All 2^32 bit patterns."""
     for start in range(-(1 << 31), 1 << 31, chunk):
