@@ -371,6 +371,31 @@ def test_a_killed_run_keeps_its_rows(tmp_path, monkeypatch, capsys) -> None:
     assert [r["num_tokens"] for r in only_file(tmp_path)["rows"]] == [8]
 
 
+def test_a_row_with_a_baseline_is_replaced_whole(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("DSV32_OPS_COMMIT", "abc1234")
+    options = ["--ops", "fused_q", "--against", "fused_q=dsv32_ops.reference:fused_q", "--append"]
+
+    def run(us: float, end: BaseException | None = None) -> list[tuple[float, float | None]]:
+        """(us, baseline_us) of all rows after a run whose second baseline is cut short."""
+
+        def baselines(self: Any, case: cases.Case, num_tokens: int) -> dict[str, Any]:
+            if end is not None and num_tokens == 2:
+                raise end
+            return {"baseline": "theirs", "baseline_us": 10 * us}
+
+        monkeypatch.setattr(measure.Measurer, "row", lambda self, case, n: row(n, us=us))
+        monkeypatch.setattr(measure.Measurer, "baselines", baselines)
+        bench(tmp_path, *options, "--tokens", "1,2,4")
+        return [(r["us"], r.get("baseline_us")) for r in only_file(tmp_path)["rows"]]
+
+    assert run(5.0) == [(5, 50), (5, 50), (5, 50)]
+    # A run that ends there leaves the earlier one's rows as they were.
+    assert run(6.0, KeyboardInterrupt()) == [(6, 60), (5, 50), (5, 50)]
+    # A baseline that fails, and says so, costs only itself.
+    assert run(7.0, RuntimeError("out of luck")) == [(7, 70), (7, None), (7, 70)]
+    assert run(8.0) == [(8, 80), (8, 80), (8, 80)]
+
+
 def test_compare_measures_what_the_old_file_holds_and_repeats_what_seems_slower(
     tmp_path, monkeypatch, capsys
 ) -> None:

@@ -104,6 +104,7 @@ def _measure(
     # Last, and the largest at the very end: a baseline that corrupts memory costs no row of ours.
     beside = [(case, n) for case, n in plan if measurer.has_baseline(case, n)]
     beside.sort(key=lambda item: item[1] * (item[0].heads or 1))
+    fresh: dict[tuple[cases.Case, int], dict[str, Any]] = {}
     failures = []
     with console.progress(len(plan) + len(beside)) as steps:
         for step, (case, num_tokens) in enumerate(plan + beside):
@@ -111,19 +112,23 @@ def _measure(
             if step >= len(plan):
                 label += " (baseline)"
             steps(label)
+            key = case, num_tokens
             try:
                 if step < len(plan):
-                    results.put(measured["rows"], measurer.row(case, num_tokens))
-                else:
-                    fields = measurer.baselines(case, num_tokens)
-                    results.update(measured["rows"], case, num_tokens, fields)
+                    fresh[key] = measurer.row(case, num_tokens)
+                    known = results.find(measured["rows"], case, num_tokens)
+                    # An earlier run's row and its baseline stay until both are measured again.
+                    if known is None or "baseline" not in known or key not in beside:
+                        results.put(measured["rows"], fresh[key])
+                elif key in fresh:
+                    results.put(measured["rows"], fresh[key])
+                    fresh[key] |= measurer.baselines(case, num_tokens)
             except Exception as error:  # one row that fails must not cost the others
                 first_line = str(error).strip().partition("\n")[0]
                 failures.append(f"{label}: {type(error).__name__}: {first_line}")
                 if not measurer.recovers():
                     failures.append("everything after it: the device does not answer any more")
                     break
-                continue
             results.save(measured, path)
     return measured, path, failures
 

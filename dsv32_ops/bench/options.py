@@ -68,7 +68,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="folder of the result file and the plots (default: %(default)s)",
     )
     files.add_argument(
-        "--append", action="store_true", help="keep the rows of an existing file of this commit"
+        "--append",
+        action="store_true",
+        help="keep the rows of an existing file of this commit; one that has a baseline is "
+        "replaced when its baseline is measured again too",
     )
     files.add_argument("--json", action="store_true", help="print the results as JSON")
     files.add_argument("--plot", metavar="FILE", help="draw the plots of a result file and stop")

@@ -100,11 +100,7 @@ def put(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
     rows.append(row)
 
 
-def update(
-    rows: Sequence[dict[str, Any]], case: Case, num_tokens: int, fields: dict[str, Any]
-) -> None:
-    """Add ``fields`` to the row of ``case`` at ``num_tokens``."""
+def find(rows: Sequence[dict[str, Any]], case: Case, num_tokens: int) -> dict[str, Any] | None:
+    """The row of ``case`` at ``num_tokens``, if there is one."""
     key = row_key({**case.fields(), "num_tokens": num_tokens})
-    for row in rows:
-        if row_key(row) == key:
-            row.update(fields)
+    return next((row for row in rows if row_key(row) == key), None)
