@@ -35,14 +35,14 @@ from dsv32_ops.geometry import Grid
 from dsv32_ops.ops import mtp, norm_rope, query
 
 TOKENS = (1, 64, 128, 256, 512, 1024, 2048, 4096, 16384, 65536)
+V32 = "deepseek-v3.2"
 
 
 @dataclass(frozen=True)
 class Variant:
     """One configuration of one op on one set of inputs."""
 
-    op: str
-    inputs: str
+    case: cases.Case
     num_warps: int
     pdl: bool = True
     tasks: int = 0
@@ -56,58 +56,63 @@ class Variant:
         return ", ".join(parts if self.pdl else [*parts, "no PDL"])
 
 
+# Heads per program, by heads and query.
+TILES = {
+    (16, "fp8"): (2, 4, 8),
+    (16, "bf16"): (4, 8, 16),
+    (128, "fp8"): (2, 4, 8),
+    (128, "bf16"): (16, 32, 64),
+}
+
+
 def variants(op: str) -> Iterator[Variant]:
     if op == "fused_norm_rope":
-        for inputs in ("auto", "fp8_ds_mla", "auto no fill"):
-            for warps, tasks in itertools.product((1, 2, 4), (1, 2, 4)):
-                yield Variant(op, inputs, warps, tasks=tasks)
-        yield Variant(op, "auto", 1, pdl=False, tasks=4)
-        yield Variant(op, "auto", 1, pdl=False, tasks=1)
+        for case in cases.select((op,), modes=("auto", "fp8_ds_mla")):
+            every_warps = (case.config, case.mode) == (V32, "auto")
+            for warps, tasks in itertools.product((1, 2, 4) if every_warps else (1,), (1, 2, 4)):
+                yield Variant(case, warps, tasks=tasks)
+            if every_warps and case.fill_topk:
+                for tasks in (4, 1):
+                    yield Variant(case, 1, pdl=False, tasks=tasks)
     elif op == "fused_q":
-        tiles = ((1, 8), (2, 16), (4, 16), (4, 32))
-        for inputs, heads in (("H=16 fp8", (2, 4, 8)), ("H=128 fp8", (2, 4, 8)),
-                              ("H=16 bf16", (4, 8, 16)), ("H=128 bf16", (16, 32, 64))):  # fmt: skip
-            for (warps, index_tile), tile in itertools.product(tiles, heads):
-                yield _query_variant(inputs, warps, tile, index_tile, launch.QUERY_FEW_TOKENS)
-        for few in (0, 128, 1 << 20):
-            yield _query_variant("H=16 fp8", 2, 4, 16, few)
+        warps_and_index_tiles = ((1, 8), (2, 16), (4, 16), (4, 32))
+        for (heads, kind), tiles in TILES.items():
+            case = cases.Case(op, V32, heads, query=kind)
+            for (warps, index_tile), tile in itertools.product(warps_and_index_tiles, tiles):
+                yield _query_variant(case, warps, tile, index_tile, launch.QUERY_FEW_TOKENS)
+            for few in (0, 128, 1 << 20) if (heads, kind) == (16, "fp8") else ():
+                yield _query_variant(case, 2, 4, 16, few)
     else:
         for warps in (2, 4, 8, 16):
-            yield Variant(op, "7168", warps)
+            yield Variant(cases.Case(op, V32), warps)
 
 
-def _query_variant(inputs: str, warps: int, tile: int, index_tile: int, few: int) -> Variant:
+def _query_variant(case: cases.Case, warps: int, tile: int, index_tile: int, few: int) -> Variant:
     constants = (("TILE", tile), ("INDEX_TILE", index_tile), ("FEW", few))
-    return Variant("fused_q", inputs, warps, constants=constants)
+    return Variant(case, warps, constants=constants)
 
 
-def inputs_of(variant: Variant, num_tokens: int, device: torch.device) -> dict[str, Any]:
-    preset = "deepseek-v3.2"
-    if variant.op == "fused_norm_rope":
-        mode, *no_fill = variant.inputs.split(maxsplit=1)
-        case = cases.Case(variant.op, preset, mode=mode, fill_topk=not no_fill)
-    elif variant.op == "fused_q":
-        heads, kind = variant.inputs.removeprefix("H=").split()
-        case = cases.Case(variant.op, preset, int(heads), query=kind)
-    else:
-        case = cases.Case(variant.op, preset)
-    return cases.build(case, num_tokens, device)
+def tokens_of(op: str) -> list[int]:
+    """Token counts that show the whole range, and those at which launch.py changes its mind."""
+    tables = launch.NORM_ROPE_PARTS.values() if op == "fused_norm_rope" else ()
+    return sorted({*TOKENS, *(limit for table in tables for limit, _ in table)})
 
 
 def call_of(variant: Variant, inputs: dict[str, Any]) -> tuple[Callable[[], Any], list[Any]]:
     """A launch of the variant, and the outputs that it writes."""
     pdl = variant.pdl and launch.use_pdl(inputs["positions" if "positions" in inputs else
                                                 "input_ids"].device)  # fmt: skip
-    if variant.op == "fused_norm_rope":
+    op = variant.case.op
+    if op == "fused_norm_rope":
         outputs = [norm_rope._empty_output(inputs["q_c"])]
         _, args, constants = norm_rope.prepare(**inputs, q_c_out=outputs[0], pdl=pdl)
         kernel, grid = norm_rope_kernel, Grid(inputs["q_c"].shape[0], variant.tasks)
-    elif variant.op == "fused_q":
+    elif op == "fused_q":
         outputs = list(query._outputs(**inputs))
         _, args, constants = query.prepare(**inputs, outputs=tuple(outputs), pdl=pdl)
         kernel = query_kernel
         grid = launch.query_grid(inputs["q_pe"].shape[0], {**constants, **dict(variant.constants)})
-    elif variant.op == "fused_embed_norm":
+    elif op == "fused_embed_norm":
         outputs = list(mtp._embed_outputs(inputs["input_ids"], inputs["embed_table"]))
         names = ("input_ids", "embed_table", "norm_weight", "eps")
         grid, args, constants, _ = mtp.prepare_embed(*map(inputs.get, names), *outputs, pdl=pdl)
@@ -129,15 +134,15 @@ def call_of(variant: Variant, inputs: dict[str, Any]) -> tuple[Callable[[], Any]
 
 
 def compile_variant(variant: Variant) -> None:
-    call, _ = call_of(variant, inputs_of(variant, 2, torch.device("cuda")))
+    call, _ = call_of(variant, cases.build(variant.case, 2, torch.device("cuda")))
     call()
     torch.cuda.synchronize()
 
 
 def measure(group: list[Variant], num_tokens: int) -> tuple[dict[str, float], float]:
-    """Microseconds of each variant of one op and input kind, and the streaming floor."""
+    """Microseconds of each variant of one case, and the streaming floor."""
     device = torch.device("cuda")
-    inputs = inputs_of(group[0], num_tokens, device)
+    inputs = cases.build(group[0].case, num_tokens, device)
     _, outputs = call_of(group[0], inputs)
     moved = traffic(inputs, outputs)
     copies = timing.num_copies(num_tokens, moved.total)
@@ -157,7 +162,9 @@ def measure(group: list[Variant], num_tokens: int) -> tuple[dict[str, float], fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ops", nargs="+", choices=cases.OPS, default=cases.OPS)
-    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    parser.add_argument(
+        "--tokens", nargs="+", type=int, help="default: 1 to 65,536 and the limits in launch.py"
+    )
     parser.add_argument("--out", type=Path, help="folder for tune-<gpu>-<torch>-<triton>.json")
     options = parser.parse_args()
     every = [variant for op in options.ops for variant in variants(op)]
@@ -167,15 +174,15 @@ def main() -> None:
         for _ in track(done, "compiling", total=len(every)):
             pass
 
-    console = Console(width=160)
+    console = Console(width=200)
     found = results.header(torch.device("cuda"), None)
-    for (op, kind), members in itertools.groupby(every, lambda v: (v.op, v.inputs)):
+    for case, members in itertools.groupby(every, lambda variant: variant.case):
         group = list(members)
-        table = Table(title=f"{op} {kind}, us", box=None)
+        table = Table(title=f"{case.label()}, us", box=None)
         table.add_column("variant")
         rows: dict[str, list[str]] = {variant.label: [] for variant in group}
         floors = []
-        for num_tokens in options.tokens:
+        for num_tokens in options.tokens or tokens_of(case.op):
             table.add_column(str(num_tokens), justify="right")
             us, floor = measure(group, num_tokens)
             floors.append(f"{floor:.2f}")
@@ -183,7 +190,7 @@ def main() -> None:
             for label, value in us.items():
                 style = "bold" if value < 1.02 * best else "none"
                 rows[label].append(f"[{style}]{value:.2f}[/]")
-            row = {"op": op, "inputs": kind, "num_tokens": num_tokens, "floor_us": floor, "us": us}
+            row = {**case.fields(), "num_tokens": num_tokens, "floor_us": floor, "us": us}
             found["rows"].append(row)
         for label, cells in rows.items():
             table.add_row(label, *cells)

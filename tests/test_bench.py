@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 import dsv32_ops  # noqa: F401  registers the ops
-from dsv32_ops import reference, testing
+from dsv32_ops import launch, reference, testing
 from dsv32_ops.__main__ import main
 from dsv32_ops.bench import (
     against,
@@ -34,6 +35,7 @@ from dsv32_ops.bench.stream import CONFIGS, stream_kernel
 from dsv32_ops.bench.traffic import Traffic, traffic
 from dsv32_ops.models import PRESETS
 
+ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 V32, GLM, KIMI = (PRESETS[name] for name in ("deepseek-v3.2", "glm-5", "kimi-k2"))
 # One cos/sin row of 64 fp32, one position and one slot of int64.
@@ -515,6 +517,37 @@ def test_the_floor_writes_every_byte_once() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("op", cases.OPS)
+def test_the_tuner_measures_what_is_in_use_too(op, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    tune = importlib.import_module("tune")
+    small = torch.randn(300, 7168).to(torch.bfloat16)
+    monkeypatch.setattr(cases, "_embed_table", lambda config, device: small)
+    groups: dict[cases.Case, dict[str, Any]] = {}
+    for variant in tune.variants(op):
+        labels = groups.setdefault(variant.case, {})
+        assert variant.label not in labels
+        labels[variant.label] = variant
+    for case, labels in groups.items():
+        inputs = cases.build(case, 2, CPU)
+        for variant in labels.values():
+            _, outputs = tune.call_of(variant, inputs)
+            assert all(out.shape[0] == 2 for out in outputs)
+        for num_tokens in tune.tokens_of(op):
+            constants = {"TOPK": 2048 if case.fill_topk else 0}
+            if op == "fused_norm_rope":
+                parts = launch.norm_rope_grid(num_tokens, constants).tasks
+                assert f"warps {launch.NORM_ROPE_WARPS}, tasks {parts}" in labels
+            elif op == "fused_q":
+                quantize = case.query == "fp8"
+                tiles = launch.query_tiles(case.heads or 0, quantize, 64)
+                warps = launch.query_warps({**tiles, "QUANTIZE": quantize})
+                own = (f"{name} {tiles[name]}" for name in ("TILE", "INDEX_TILE", "FEW"))
+                assert ", ".join((f"warps {warps}", *own)) in labels
+            else:
+                assert f"warps {launch.norm_warps(7168)}" in labels
+
+
 @pytest.mark.gpu
 def test_rows_on_a_gpu(tmp_path, capsys) -> None:
     options = ["bench", "--device", "cuda", "--out", str(tmp_path), "--baseline", "none"]
@@ -528,7 +561,7 @@ def test_rows_on_a_gpu(tmp_path, capsys) -> None:
     assert len(list(tmp_path.glob("*.png"))) == 2
 
 
-PUBLISHED = sorted((Path(__file__).parents[1] / "benchmarks" / "results").glob("*.json"))
+PUBLISHED = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=[path.name for path in PUBLISHED])
@@ -538,5 +571,5 @@ def test_published_files_say_where_they_are_from(path) -> None:
     assert path.stem.removeprefix("tune-") == results.file_name(found)
     assert re.fullmatch(r"[0-9a-f]{7,}", found["commit"])
     if not path.stem.startswith("tune-"):
-        readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+        readme = (ROOT / "README.md").read_text(encoding="utf-8")
         assert set(re.findall(r"commit (\w+)\)", readme)) == {found["commit"]}
